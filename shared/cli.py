@@ -1,0 +1,22 @@
+"""What every command-line entry point does with an error the user can mend."""
+
+import sys
+from collections.abc import Callable
+
+from shared.errors import SetupError
+
+EXIT_SETUP = 2
+EXIT_INTERRUPTED = 130
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Run `main` and exit: 0 (or what it returns), 2 with one line for a SetupError, 130 for Ctrl-C."""
+    try:
+        code = main()
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_SETUP)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(code or 0)
