@@ -1,0 +1,101 @@
+"""Which questions a step sees: the length curriculum.
+
+q in [0, 1] is the quantile rank of a question's gold-query length within the pool. At step t (from 0),
+
+    p = min(t / ramp_steps, 1)          weight(q) ∝ exp( k (2p - 1)(2q - 1) )
+
+short first, flat half-way, long at the end. A step's questions are drawn without replacement with these
+weights by Gumbel top-k, as a pure function of (seed, step): a resumed run sees the same questions,
+every rank draws the same list, and nothing needs saving.
+
+    python -m train.curriculum --config configs/grpo_curriculum.yaml [--plot FILE.png]
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from shared.errors import SetupError
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class CurriculumSettings:
+    """`k` 0 (or `enabled` false) gives every question the same weight at every step."""
+
+    enabled: bool = True
+    ramp_steps: int = 400
+    k: float = 2.0
+
+
+def quantile_ranks(lengths: Sequence[int] | NDArray[np.int64]) -> Floats:
+    """Quantile rank of each length in its pool, in [0, 1].
+
+    Equal lengths share the mean of the ranks they cover, so a rank depends on the lengths alone and not on
+    the order of the pool: q = (mean rank - 1) / (n - 1). A pool of one question has q = 0.5.
+
+    >>> quantile_ranks([10, 30, 20, 20, 50]).tolist()
+    [0.0, 0.75, 0.375, 0.375, 1.0]
+    """
+    array = np.asarray(lengths)
+    if array.size < 2:
+        return np.full(array.size, 0.5, dtype=np.float32)
+    return ((rankdata(array, method="average") - 1.0) / (array.size - 1)).astype(np.float32)
+
+
+def progress(step: int, settings: CurriculumSettings) -> float:
+    """p = min(step / ramp_steps, 1); step counts from 0."""
+    if settings.ramp_steps <= 0:
+        return 1.0
+    return min(step / settings.ramp_steps, 1.0)
+
+
+def log_weights(quantiles: Floats, step: int, settings: CurriculumSettings) -> Floats:
+    """k (2p - 1)(2q - 1) for each question: the logarithm of its unnormalized weight at this step."""
+    if not settings.enabled:
+        return np.zeros_like(quantiles)
+    slope = settings.k * (2.0 * progress(step, settings) - 1.0)
+    return (np.float32(2.0 * slope) * quantiles - np.float32(slope)).astype(np.float32, copy=False)
+
+
+def draw(quantiles: Floats, n: int, *, seed: int, step: int, settings: CurriculumSettings) -> NDArray[np.int64]:
+    """Positions of the `n` questions of this step, in order of decreasing Gumbel-perturbed weight.
+
+    Adding independent Gumbel noise g to the log-weights and keeping the n largest draws without
+    replacement, proportionally to the weights. With e standard exponential, g = -log e, and the order of
+    log w - log e is the reverse order of e / w: one multiplication in place of two logarithms a question.
+    The first m of n drawn are what a draw of m would give, so taking more and skipping some is a refill.
+
+    Raises SetupError when the pool is smaller than n.
+    """
+    size = quantiles.shape[0]
+    if n > size:
+        raise SetupError(f"the pool has {size} questions, a step draws {n}: lower rollout.questions or add data")
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, step])))
+    keys = generator.standard_exponential(size, dtype=np.float32)
+    keys *= np.exp(-log_weights(quantiles, step, settings))
+    # Ties of float32 keys go to the lower position: partition first, then sort the few by (key, position).
+    threshold = np.partition(keys, n - 1)[n - 1] if n else np.float32(-1.0)
+    candidates = np.flatnonzero(keys <= threshold)
+    order = np.lexsort((candidates, keys[candidates]))
+    return candidates[order][:n].astype(np.int64)
+
+
+def weight_by_quantile(
+    quantiles: Floats, step: int, settings: CurriculumSettings, bins: int = 10
+) -> NDArray[np.float64]:
+    """Share of the step's probability mass in each of `bins` equal quantile ranges; sums to 1."""
+    weights = np.exp(log_weights(quantiles, step, settings).astype(np.float64))
+    index = np.minimum((quantiles * bins).astype(np.int64), bins - 1)
+    mass = np.bincount(index, weights=weights, minlength=bins)
+    return np.asarray(mass / mass.sum())
+
+
+def expected_quantile(quantiles: Floats, step: int, settings: CurriculumSettings) -> float:
+    """Mean quantile of the step's distribution (of the first draw)."""
+    weights = np.exp(log_weights(quantiles, step, settings).astype(np.float64))
+    return float((weights * quantiles).sum() / weights.sum())
