@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# All checks, from nothing: makes .venv when needed, then ruff, mypy and pytest. Nothing here needs the network after that.
+#
+#   bash scripts/test.sh                       everything but the tests marked slow
+#   bash scripts/test.sh tests/shared -k sql   the same checks; what follows goes to pytest
+#   bash scripts/test.sh -m slow               the slow ones
+#
+# Every check runs even when an earlier one failed; the exit code is 0 only if all passed.
+# TEST_WORKERS (default 2) is the number of test processes.
+set -euo pipefail
+# shellcheck source=scripts/_env.sh
+. "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+ensure_env
+cd "$EXECPLAN_ROOT"
+
+export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+
+failed=()
+check() {
+    local name="$1" started=$SECONDS
+    shift
+    echo "== $name"
+    "$@" || failed+=("$name")
+    echo "   $((SECONDS - started)) s"
+}
+
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check "mypy" mypy
+check "pytest" python -m pytest -n "${TEST_WORKERS:-2}" --dist loadgroup "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+    printf 'FAILED: %s\n' "${failed[@]}"
+    exit 1
+fi
+echo "all checks passed"
