@@ -19,7 +19,7 @@ def check_supported(cache: DynamicCache) -> None:
     for layer in cache.layers:
         if type(layer) is not DynamicLayer and type(layer) is not LinearAttentionLayer:
             raise SetupError(
-                f"this model's cache has a {type(layer).__name__}, which the HF engine cannot batch; use the vLLM engine"
+                f"this model's cache has a {type(layer).__name__}, which the HF engine cannot batch; use vLLM"
             )
 
 
