@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from shared.errors import SetupError
@@ -143,7 +144,7 @@ class TokenizerCodec(ChatCodec):
         # A control token's text is cut after its first character, so that its pieces are tokenized as plain text.
         cuts = [0, *(match.start() + 1 for match in self._controls.finditer(text)), len(text)]
         ids: list[int] = []
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             ids += self._ids(text[start:end])
         return ids
 
@@ -205,7 +206,7 @@ def _template_texts(tokenizer: Any) -> TurnTexts:
     """Read a chat template's literal texts off two renderings with placeholders; check that one extends the other."""
     if not getattr(tokenizer, "chat_template", None):
         raise SetupError(
-            f"the tokenizer of {_name(tokenizer)} has no chat template; add the model's chat_template.jinja to its folder"
+            f"the tokenizer of {_name(tokenizer)} has no chat template; add the model's chat_template.jinja there"
         )
     system, user, think, answer, result = (f"\u27e6{name}\u27e7" for name in ("s", "u", "t", "a", "r"))
 
@@ -218,7 +219,6 @@ def _template_texts(tokenizer: Any) -> TurnTexts:
     start = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     try:
         first = render(start)
-        thinks = first.rstrip().endswith(THINK)
         said = f"{THINK}\n{think}\n{THINK_END}\n\n{answer}"
         reply = {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
         second = render([*start, {"role": "assistant", "content": said}, reply])
