@@ -103,8 +103,8 @@ class HFEngine:
         try:
             self._done = []
             self._admit()
-            self._park_idle()
             self._feed_chunks()
+            self._park_idle()
             if self._rows:
                 self._feed_one()
             return self._done
@@ -208,11 +208,7 @@ class HFEngine:
         self._join(parts)
 
     def _feed_one(self) -> None:
-        rows = [row for row in self._rows if row.request is not None]
-        if len(rows) != len(self._rows):
-            self._keep([i for i, row in enumerate(self._rows) if row.request is not None])
-        if not rows:
-            return
+        rows = self._rows
         assert self._cache is not None
         width = max(len(row.fed) for row in rows)
         lengths = [len(row.fed) for row in rows]

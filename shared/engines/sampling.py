@@ -54,6 +54,8 @@ def truncated_probs(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Ten
     if top_p < 1:
         ordered, order = probs.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered
-        ordered = ordered.masked_fill(before >= top_p, 0.0)
+        beyond = before >= top_p
+        beyond[:, 0] = False
+        ordered = ordered.masked_fill(beyond, 0.0)
         probs = torch.zeros_like(probs).scatter_(1, order, ordered)
     return probs
