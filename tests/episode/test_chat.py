@@ -85,7 +85,7 @@ def test_any_bytes_survive_the_round_trip() -> None:
 
 BAD_TEMPLATES = {
     "no chat template": None,
-    "rewrites earlier turns": "{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}",
+    "rewrites earlier turns": "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}",
     "fails on a tool conversation": "{{ raise_exception('no') }}",
     "not one token": "{% for m in messages %}{{ m.content }}<|end_of_turn|>{% endfor %}",
 }
