@@ -1,0 +1,1 @@
+"""From a training checkpoint to the folder that a server loads: a verified difference against the base model."""

@@ -1,0 +1,118 @@
+"""Write an export beside its place and rename it: a folder under the wanted name is always a whole one."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.errors import SetupError
+from train.export.plan import ExportPlan, PlannedTensor
+from train.export.weights import INDEX, cast_chunks, raw_chunks, value_bytes
+
+SPARE_BYTES = 64 << 20
+
+
+@contextmanager
+def beside(out: Path, needed_bytes: int) -> Iterator[Path]:
+    """A fresh folder `.NAME.partial` next to `out`, renamed to `out` when the block ends without an exception.
+
+    What an interrupted export left under that name is removed first, and an exception removes it as well. Raises
+    SetupError when another export is at work there, or when the disk has less than `needed_bytes` free.
+    """
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+    except OSError as error:
+        raise SetupError(
+            f"--out {out} can't be made ({error.strerror}); choose a folder that you may write to"
+        ) from None
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SetupError(f"another export is writing {out}; wait for it or choose another folder") from None
+        for leftover in partial.iterdir():
+            leftover.unlink()
+        try:
+            free = shutil.disk_usage(partial).free
+            if free < needed_bytes + SPARE_BYTES:
+                raise SetupError(
+                    f"--out {out} needs {needed_bytes / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free; "
+                    "free some or choose another disk"
+                )
+            yield partial
+            _sync_folder(partial)
+            os.rename(partial, out)  # replaces an empty folder, never one with content
+            _sync_folder(out.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        os.close(lock)
+
+
+def write_export(
+    plan: ExportPlan, aux_files: Mapping[str, bytes], folder: Path, progress: Callable[[int], None]
+) -> None:
+    """Fill `folder`: the base's weight files in their own layout with the trained tensors put in, and the other files.
+
+    Header, order and byte ranges are the base's, so a checkpoint equal to the base gives files equal to the base's.
+    `progress` is called with bytes written.
+    """
+    for file in plan.base.files:
+        with open(folder / file.path.name, "wb") as output:
+            output.write(file.header)
+            for tensor in file.tensors:
+                for data in export_chunks(plan.tensors[tensor.name]):
+                    output.write(data)
+                    progress(len(data))
+            output.flush()
+            os.fsync(output.fileno())
+    if plan.base.index is not None:
+        _write(folder / INDEX, index_bytes(plan))
+    for name, content in aux_files.items():
+        _write(folder / name, content)
+
+
+def export_chunks(tensor: PlannedTensor) -> Iterator[bytes | bytearray | memoryview]:
+    """The bytes of one tensor of the export, in pieces: the source's, cast to the base's dtype where that differs."""
+    if tensor.source.dtype == tensor.base.dtype:
+        yield from raw_chunks(tensor.source)
+    else:
+        yield from map(value_bytes, cast_chunks(tensor.source, tensor.base.dtype))
+
+
+def index_bytes(plan: ExportPlan) -> bytes:
+    """The shard index: the base's bytes, but for a total_size that the base has wrong."""
+    assert plan.base.index is not None
+    index = json.loads(plan.base.index)
+    metadata = index.setdefault("metadata", {})
+    if metadata.get("total_size") == plan.base.tensor_bytes:
+        return plan.base.index
+    metadata["total_size"] = plan.base.tensor_bytes
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file that has reached the disk when this returns."""
+    _write(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
