@@ -1,0 +1,225 @@
+"""In a worker: open databases read-only, keep the clean connections, and say exactly why one can't be opened."""
+
+import os
+import sqlite3
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared.sql import limits, payload
+from shared.sql.cells import decode_text
+from shared.sql.guard import Guard
+
+_MAX_OPEN = 16
+_MAX_IMAGE_BYTES = 256 << 20
+_MAX_SNAPSHOT_BYTES = 1 << 30
+_MAGIC = b"SQLite format 3\x00"
+_WAL_VERSION = 2
+# Beyond the engine's own ceilings; result size, time and memory are bounded elsewhere, per call.
+_ENGINE_LIMITS = (
+    (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
+    (sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0),
+    (sqlite3.SQLITE_LIMIT_TRIGGER_DEPTH, 10),
+)
+
+
+class CannotOpen(Exception):
+    """The database itself is at fault; the message is one clause that follows its name."""
+
+
+class NeedPayload(Exception):
+    """The parent must send the payload's texts first."""
+
+
+@dataclass
+class Opened:
+    """One connection with its guard. `identity` is what the file was when it was opened."""
+
+    connection: sqlite3.Connection
+    guard: Guard
+    identity: tuple[Any, ...]
+    lenient_text: bool = False
+    length: int = 0
+
+    def allow_length(self, length: int) -> None:
+        """Bound a string, a BLOB and a row to `length` bytes."""
+        if length != self.length:
+            self.connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, length)
+            self.length = length
+
+    def accept_bad_text(self) -> None:
+        """From now on TEXT that is not UTF-8 arrives as RawText instead of ending the fetch."""
+        self.connection.text_factory = decode_text
+        self.lenient_text = True
+
+
+@dataclass
+class _Image:
+    data: bytes
+    notes: list[str] = field(default_factory=list)
+
+
+class Databases:
+    """The databases that this worker has open: at most one idle connection each, least recently used first."""
+
+    def __init__(self, progress: Callable[[], bool], progress_steps: int) -> None:
+        self._progress = progress
+        self._steps = progress_steps
+        self._idle: OrderedDict[str, Opened] = OrderedDict()
+        self._images: OrderedDict[str, _Image] = OrderedDict()
+
+    @contextmanager
+    def connection(self, key: str, path: str | None, uri: str | None) -> Iterator[Opened]:
+        """A read-only connection in its initial state, as if just opened.
+
+        It is kept for the next call only when this one was a plain read that succeeded: then nothing
+        was asked for that could have left a trace in it. Otherwise (an error, a refusal, a PRAGMA, a
+        deadline) it is closed.
+        """
+        opened = self._idle.pop(key, None)
+        identity = self._identity(key, path)
+        if opened is not None and opened.identity != identity:
+            opened.connection.close()
+            opened = None
+        if opened is None:
+            opened = self._open(key, path, uri, identity)
+        keep = False
+        try:
+            opened.guard.reset()
+            yield opened
+            keep = opened.guard.plain and opened.guard.denied is None and not opened.connection.in_transaction
+        finally:
+            if keep:
+                self._idle[key] = opened
+                if len(self._idle) > _MAX_OPEN:
+                    self._idle.popitem(last=False)[1].connection.close()
+            else:
+                opened.connection.close()
+
+    def build(self, key: str, full_schema: str, schema_content: str, expired: Callable[[], bool]) -> list[str]:
+        """Build a payload's database, keep its image, and return the notes on what was skipped."""
+        data, notes = payload.build(full_schema, schema_content, expired)
+        self._keep_image(key, _Image(data, notes))
+        return notes
+
+    def _keep_image(self, key: str, image: _Image) -> None:
+        self._images[key] = image
+        self._images.move_to_end(key)
+        total = sum(len(kept.data) for kept in self._images.values())
+        while total > _MAX_IMAGE_BYTES and len(self._images) > 1:
+            old_key, old = self._images.popitem(last=False)
+            total -= len(old.data)
+            if (opened := self._idle.pop(old_key, None)) is not None:
+                opened.connection.close()
+
+    def _identity(self, key: str, path: str | None) -> tuple[Any, ...]:
+        """What must be unchanged for a kept connection to be the database still; CannotOpen when it is gone."""
+        if path is None:
+            return ()
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            raise CannotOpen("the file does not exist") from None
+        except OSError as error:
+            raise CannotOpen(f"the file cannot be read ({error.strerror})") from None
+        if status.st_size == 0:
+            raise CannotOpen("the file is empty (0 bytes)")
+        return (status.st_dev, status.st_ino)
+
+    def _open(self, key: str, path: str | None, uri: str | None, identity: tuple[Any, ...]) -> Opened:
+        if path is None or uri is None:
+            image = self._images.get(key)
+            if image is None:
+                raise NeedPayload
+            self._images.move_to_end(key)
+            return self._from_image(image.data, identity)
+        header = _read_header(path)
+        if not header.startswith(_MAGIC):
+            raise CannotOpen("the file is not a SQLite database")
+        if len(header) < 100:
+            raise CannotOpen("the file is cut off: it is shorter than a SQLite header")
+        if header[18] == _WAL_VERSION or header[19] == _WAL_VERSION:
+            return self._open_wal(path, uri, identity)
+        return self._prepare(_connect(f"{uri}?mode=ro"), identity)
+
+    def _open_wal(self, path: str, uri: str, identity: tuple[Any, ...]) -> Opened:
+        """A write-ahead-log database, without leaving a -wal or -shm behind.
+
+        No log: the main file is complete, so it is read as immutable. A log with an index file (a
+        process has it open, or had): the ordinary way. A log alone: SQLite would have to create the
+        index beside it, so a private copy of both files is read instead. The first and the third are
+        re-made for each call: `identity` never equals itself again.
+        """
+        log, once = Path(f"{path}-wal"), (*identity, object())
+        if not log.exists() or log.stat().st_size == 0:
+            return self._prepare(_connect(f"{uri}?mode=ro&immutable=1"), once)
+        if Path(f"{path}-shm").exists():
+            limits.allow_file_writes(True)  # SQLite may have to grow the index file, which is shared memory
+            return self._prepare(_connect(f"{uri}?mode=ro"), once)
+        return self._from_image(_snapshot(path), once)
+
+    def _from_image(self, data: bytes, identity: tuple[Any, ...]) -> Opened:
+        connection = _connect("file::memory:")
+        try:
+            connection.deserialize(data)
+        except BaseException:
+            connection.close()
+            raise
+        return self._prepare(connection, identity)
+
+    def _prepare(self, connection: sqlite3.Connection, identity: tuple[Any, ...]) -> Opened:
+        try:
+            guard = Guard()
+            connection.execute("PRAGMA query_only = ON")
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("PRAGMA temp_store = MEMORY")
+            connection.execute("PRAGMA cell_size_check = ON")
+            for category, value in _ENGINE_LIMITS:
+                connection.setlimit(category, value)
+            connection.set_authorizer(guard.authorize)
+            connection.set_progress_handler(self._progress, self._steps)
+            return Opened(connection, guard, identity)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    """Open without waiting for locks (the caller does, under its deadline) and without implicit transactions."""
+    return sqlite3.connect(uri, uri=True, timeout=0, isolation_level=None, cached_statements=0)
+
+
+def _read_header(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(100)
+    except IsADirectoryError:
+        raise CannotOpen("it is a folder, not a file") from None
+    except OSError as error:
+        raise CannotOpen(f"the file cannot be read ({error.strerror})") from None
+
+
+def _snapshot(path: str) -> bytes:
+    """The image of a database whose committed rows are partly in its -wal, read from a private copy."""
+    names = [path, f"{path}-wal"]
+    if sum(os.stat(name).st_size for name in names) > _MAX_SNAPSHOT_BYTES:
+        raise CannotOpen("it has a write-ahead log that was never checkpointed; run PRAGMA wal_checkpoint on it once")
+    limits.allow_file_writes(True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="execplan-") as folder:
+            for name, copy in zip(names, ("copy", "copy-wal"), strict=True):
+                with open(name, "rb") as source, open(os.path.join(folder, copy), "wb") as target:
+                    while block := source.read(1 << 20):
+                        target.write(block)
+            connection = sqlite3.connect(os.path.join(folder, "copy"))
+            try:
+                connection.execute("PRAGMA journal_mode = DELETE")
+                return connection.serialize()
+            finally:
+                connection.close()
+    finally:
+        limits.allow_file_writes(False)

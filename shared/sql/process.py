@@ -1,0 +1,138 @@
+"""The parent's end of one worker process: start it, ask it, and end it for certain."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shared.errors import SetupError
+from shared.sql.cells import decode, encode
+from shared.sql.worker import HEADER
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from shared.sql.worker import main; main()"
+# A worker gets what the dynamic loader may need, and none of the user's other settings or secrets.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR", "TZ")
+_START_SECONDS = 60.0
+# After the kernel's own deadline (worker.KERNEL_GRACE) the parent waits this long before it kills.
+_PARENT_GRACE = 0.65
+# JSON escapes at most sixfold; the rest is column names and framing.
+_ESCAPES, _FRAME_BYTES = 6, 8 << 20
+
+
+class WorkerDied(Exception):
+    """The process ended without an answer, of its own accord or killed by someone else."""
+
+
+class WorkerTimeout(Exception):
+    """The process did not answer in time and has been ended."""
+
+
+class WorkerProcess:
+    """One worker. Not thread-safe: `Sandbox` lends it to one call at a time."""
+
+    def __init__(self, key: str) -> None:
+        """Start the process (it gets ready by itself). `key` names the database it is started for."""
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOOT, _ROOT],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            )
+        except OSError as error:
+            ours.close()
+            raise SetupError(f"cannot start a SQL worker process: {error}") from error
+        finally:
+            theirs.close()
+        self._socket = ours
+        self._ready = False
+        self.last_key = key
+        self.gone = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """False when the process has ended, whoever ended it."""
+        return not self.gone and self._process.poll() is None
+
+    def ask(self, request: dict[str, Any], seconds: float, max_bytes: int) -> dict[str, Any]:
+        """Send a request that may take `seconds` and return the answer. After an exception the worker is gone."""
+        try:
+            if not self._ready:
+                self._await_ready()
+            deadline = time.monotonic() + seconds + _PARENT_GRACE
+            body = encode(request)
+            self._socket.settimeout(max(seconds, 1.0) + _PARENT_GRACE)
+            self._socket.sendall(HEADER.pack(len(body)) + body)
+            size = HEADER.unpack(self._receive(HEADER.size, deadline))[0]
+            if size > _ESCAPES * max_bytes + _FRAME_BYTES:
+                raise WorkerDied(f"an answer of {size} bytes")
+            # The rows are there by now: only their transport is left, which has its own time.
+            answer = decode(self._receive(size, max(deadline, time.monotonic() + _PARENT_GRACE)))
+            if not isinstance(answer, dict):
+                raise WorkerDied("an answer that is not a message")
+            return answer
+        except TimeoutError:
+            self.kill()
+            raise WorkerTimeout from None
+        except (OSError, EOFError, ValueError, RecursionError) as error:
+            if self.kill() == -signal.SIGALRM:
+                raise WorkerTimeout from None
+            raise WorkerDied(str(error)) from error
+        except (
+            BaseException
+        ):  # Ctrl-C and the like: an answer may still be under way, so the worker can't be used again
+            self.kill()
+            raise
+
+    def _await_ready(self) -> None:
+        try:
+            self._receive(1, time.monotonic() + _START_SECONDS)
+        except (OSError, EOFError) as error:
+            code = self.kill()
+            raise SetupError(
+                f"a SQL worker did not start (exit status {code}); try: {sys.executable} -I -S -c 'import sqlite3'"
+            ) from error
+        self._ready = True
+
+    def _receive(self, size: int, deadline: float) -> bytearray:
+        data = bytearray(size)
+        view, got = memoryview(data), 0
+        while got < size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            part = self._socket.recv_into(view[got:])
+            if part == 0:
+                raise EOFError
+            got += part
+        return data
+
+    def kill(self) -> int:
+        """End the process, reap it, free its descriptors, and return its exit status (negative: a signal)."""
+        self.gone = True
+        self._socket.close()
+        if self._process.poll() is None:
+            # It may be dying already (its own deadline, a crash): its own exit status tells more than our kill.
+            try:
+                return self._process.wait(timeout=0.05)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        return self._process.wait()
+
+    def abandon(self) -> None:
+        """Forget the process without touching it: after a fork it belongs to the other side."""
+        self.gone = True
+        self._socket.close()
+        self._process.returncode = 0

@@ -1,0 +1,272 @@
+"""Run SQL that nobody vouches for: a pool of worker processes that can only read, and that can be killed.
+
+    with Sandbox(workers=2) as sandbox:
+        result = sandbox.query(database, "SELECT name FROM singer", Limits(seconds=5))
+
+This is the only way to SQLite for SQL that a model or a benchmark wrote, for the tools and for the
+scorers alike. What it guarantees, by which mechanism, and what it doesn't: docs/sandbox.md.
+"""
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+from urllib.parse import quote
+
+from shared.database import Database
+from shared.errors import SetupError
+from shared.sql.cells import BadText
+from shared.sql.process import WorkerDied, WorkerProcess, WorkerTimeout
+
+__all__ = ["BadText", "Limits", "Outcome", "QueryResult", "Sandbox"]
+
+Outcome = Literal["ok", "refused", "sql_error", "timeout", "limit", "setup_error"]
+_OUTCOMES = ("ok", "refused", "sql_error", "timeout", "limit", "setup_error")
+_BUILD_SECONDS = 60.0
+_SCHEMA_SECONDS = 30.0
+_BUILD_MEMORY = 1 << 30
+_SCHEMA_BYTES = 256 << 20
+_ATTEMPTS = 3
+_MAX_KNOWN = 4096
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one query.
+
+    seconds:      wall time, lock waits included; the answer is there within seconds + 1.
+    max_rows:     rows fetched; when there are more, the result is `truncated` (None: no bound).
+    max_bytes:    size of all fetched cells as encoded for transport; beyond it the outcome is "limit".
+    memory_bytes: memory the query may take in the worker; beyond it the outcome is "limit".
+    max_length:   bytes of a single string, BLOB or row; beyond it the outcome is "limit".
+    """
+
+    seconds: float = 30.0
+    max_rows: int | None = None
+    max_bytes: int = 64 << 20
+    memory_bytes: int = 1 << 30
+    max_length: int = 64 << 20
+
+
+_DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class QueryResult:
+    """How a query ended, and its rows when the outcome is "ok" (else there are none).
+
+    Cells are int, float (infinities included), str, bytes and None; TEXT that is not UTF-8 is a
+    `BadText`. `message` says what went wrong. `truncated`: there were more than `max_rows` rows.
+    `unmatched`: names in double quotes that match no column, which SQLite read as strings (only when
+    asked for). `notes`: the same as sentences. `seconds`: wall time in the worker.
+    """
+
+    outcome: Outcome
+    columns: tuple[str, ...] = ()
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    message: str = ""
+    truncated: bool = False
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+
+
+class Sandbox:
+    """A pool of at most `workers` worker processes, started when first needed; a context manager; thread-safe.
+
+    Calls from any number of threads share the workers: a call waits for a free one (that wait is not
+    charged to its limit). A worker that dies or must be killed is replaced, and a call it took down with
+    it is run again in the time it has left: queries only read, so nobody notices.
+    """
+
+    def __init__(self, workers: int = 1) -> None:
+        if workers < 1:
+            raise SetupError(f"a sandbox needs at least 1 worker, not {workers}")
+        self.workers = workers
+        self._changed = threading.Condition()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._idle: list[WorkerProcess] = []
+        self._started = 0
+        self._closed = False
+        self._pid = os.getpid()
+        self._notes: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers; a call still running elsewhere gets its answer first. Closing twice is fine."""
+        with self._changed:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            self._started -= len(idle)
+            self._changed.notify_all()
+        for worker in idle:
+            worker.kill()
+
+    def query(
+        self, database: Database, sql: str, limits: Limits = _DEFAULT_LIMITS, *, check_names: bool = False
+    ) -> QueryResult:
+        """Run one statement and wait for its result. Nothing that `sql` says makes this raise.
+
+        `check_names` finds double-quoted names that SQLite read as strings (`QueryResult.unmatched`);
+        the result is the same either way. A database that cannot be read gives the outcome
+        "setup_error". SetupError only when no worker can be started; RuntimeError after `close`.
+        """
+        request = {
+            "op": "query",
+            "sql": sql,
+            "max_rows": limits.max_rows,
+            "max_bytes": limits.max_bytes,
+            "max_length": limits.max_length,
+            "names": check_names,
+        }
+        answer = self._ask(database, request, limits.seconds, limits.memory_bytes, limits.max_bytes)
+        if answer["outcome"] != "ok":
+            return QueryResult(answer["outcome"], message=answer["message"], seconds=answer["seconds"])
+        unmatched = tuple(answer["unmatched"])
+        return QueryResult(
+            "ok",
+            columns=tuple(answer["columns"]),
+            rows=list(map(tuple, answer["rows"])),
+            truncated=answer["truncated"],
+            seconds=answer["seconds"],
+            notes=tuple(f"\"{name}\" matches no column: it was read as the text '{name}'" for name in unmatched),
+            unmatched=unmatched,
+        )
+
+    def schema(self, database: Database) -> list[dict[str, Any]]:
+        """The schema as plain data, see `shared.sql.introspect.read_schema`; SetupError when it can't be read."""
+        answer = self._ask(database, {"op": "schema"}, _SCHEMA_SECONDS, _BUILD_MEMORY, _SCHEMA_BYTES)
+        if answer["outcome"] != "ok":
+            raise SetupError(answer["message"])
+        schema: list[dict[str, Any]] = answer["schema"]
+        return schema
+
+    def build_notes(self, database: Database) -> tuple[str, ...]:
+        """What building a payload had to skip or clamp; () for a file. SetupError when it can't be built."""
+        if database.payload is None:
+            return ()
+        if database.content_hash not in self._notes:
+            self.schema(database)
+        return self._notes.get(database.content_hash, ())
+
+    def _ask(
+        self, database: Database, request: dict[str, Any], seconds: float, memory: int, max_bytes: int
+    ) -> dict[str, Any]:
+        """One request within `seconds`, on as many workers as it takes (a few); the answer has an outcome."""
+        name, reference = _reference(database)
+        if reference is None:
+            return _failed("setup_error", f"{name}: the path holds a NUL character")
+        request |= {"db": reference, "memory": memory}
+        left = seconds
+        for _ in range(_ATTEMPTS):
+            worker = self._acquire(reference["key"])
+            started = time.monotonic()
+            try:
+                answer = self._ask_worker(worker, database, request | {"seconds": left}, max_bytes)
+            except WorkerTimeout:
+                return _failed("timeout", "the query took too long", time.monotonic() - started)
+            except WorkerDied:
+                left = max(left - (time.monotonic() - started), 0.01)
+                continue
+            finally:
+                self._release(worker)
+            if answer.get("outcome") not in _OUTCOMES:
+                return _failed("setup_error", f"{name}: the SQL process gave no sensible answer")
+            if answer["outcome"] == "setup_error":
+                answer["message"] = f"{name}: {answer['message']}"
+            return answer
+        return _failed("limit", "the query made the SQL process crash", seconds - left)
+
+    def _ask_worker(
+        self, worker: WorkerProcess, database: Database, request: dict[str, Any], max_bytes: int
+    ) -> dict[str, Any]:
+        answer = worker.ask(request, request["seconds"], max_bytes)
+        if not answer.get("need"):
+            return answer
+        assert database.payload is not None
+        build = {
+            "op": "build",
+            "db": request["db"],
+            "full_schema": database.payload.full_schema,
+            "schema_content": database.payload.schema_content,
+            "memory": _BUILD_MEMORY,
+            "seconds": _BUILD_SECONDS,
+        }
+        built = worker.ask(build, _BUILD_SECONDS, max_bytes)
+        if built.get("outcome") == "ok":
+            with self._changed:
+                self._notes[database.content_hash] = tuple(map(str, built["notes"]))
+            return worker.ask(request, request["seconds"], max_bytes)
+        why = "needs too much time or memory" if built["outcome"] != "setup_error" else built["message"]
+        return _failed("setup_error", f"its payload cannot be built: {why}")
+
+    def _acquire(self, key: str) -> WorkerProcess:
+        """A worker for one call, if possible one that has the database open already."""
+        with self._changed:
+            if self._pid != os.getpid():  # forked: the workers and their sockets belong to the other process
+                for worker in self._idle:
+                    worker.abandon()
+                self._reset()
+            while True:
+                if self._closed:
+                    raise RuntimeError("the sandbox is closed")
+                while self._idle:
+                    at = next((i for i, w in enumerate(self._idle) if w.last_key == key), -1)
+                    worker = self._idle.pop(at)
+                    if worker.alive():
+                        worker.last_key = key
+                        return worker
+                    worker.kill()
+                    self._started -= 1
+                if self._started < self.workers:
+                    self._started += 1
+                    break
+                self._changed.wait()
+        try:
+            return WorkerProcess(key)
+        except BaseException:
+            with self._changed:
+                self._started -= 1
+                self._changed.notify()
+            raise
+
+    def _release(self, worker: WorkerProcess) -> None:
+        with self._changed:
+            if worker.gone or self._closed or self._pid != os.getpid():
+                self._started -= 1
+            else:
+                self._idle.append(worker)
+                worker = None  # type: ignore[assignment]
+            self._changed.notify()
+        if worker is not None:
+            worker.kill()
+
+
+def _failed(outcome: Outcome, message: str, seconds: float = 0.0) -> dict[str, Any]:
+    return {"outcome": outcome, "message": message, "seconds": seconds}
+
+
+def _reference(database: Database) -> tuple[str, dict[str, Any] | None]:
+    """How messages name a database, and how a worker finds it (None: no file can have this path).
+
+    The path is percent-encoded, so that no character in it is read as part of the URI.
+    """
+    if database.path is None:
+        return f"database {database.db_id}", {"key": database.content_hash, "path": None, "uri": None}
+    path = os.path.abspath(database.path)
+    name = f"database {database.db_id} ({path})"
+    if "\0" in path:
+        return name, None
+    return name, {"key": path, "path": path, "uri": "file://" + quote(os.fsencode(path))}
