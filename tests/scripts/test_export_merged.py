@@ -1,4 +1,4 @@
-"""export_merged on a small base with the real names: a linear and a full layer, vision tower, MTP head, fp32 tensors."""
+"""export_merged on a small base with the real names: linear and full layers, vision tower, MTP head, fp32 tensors."""
 
 import importlib.util
 import json
