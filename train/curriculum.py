@@ -73,13 +73,13 @@ def draw(quantiles: Floats, n: int, *, seed: int, step: int, settings: Curriculu
     Raises SetupError when the pool is smaller than n.
     """
     size = quantiles.shape[0]
-    if n > size:
+    if not 0 < n <= size:
         raise SetupError(f"the pool has {size} questions, a step draws {n}: lower rollout.questions or add data")
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, step])))
-    keys = generator.standard_exponential(size, dtype=np.float32)
+    keys: Floats = np.asarray(generator.standard_exponential(size, dtype=np.float32))
     keys *= np.exp(-log_weights(quantiles, step, settings))
     # Ties of float32 keys go to the lower position: partition first, then sort the few by (key, position).
-    threshold = np.partition(keys, n - 1)[n - 1] if n else np.float32(-1.0)
+    threshold = np.partition(keys, n - 1)[n - 1]
     candidates = np.flatnonzero(keys <= threshold)
     order = np.lexsort((candidates, keys[candidates]))
     return candidates[order][:n].astype(np.int64)

@@ -72,7 +72,7 @@ def selected_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: in
     if weight.dtype != hidden.dtype:
         weight = weight.to(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _SelectedLogprobs.apply(hidden, weight, targets, chunk)  # type: ignore[no-any-return]
+        return _SelectedLogprobs.apply(hidden, weight, targets, chunk)
 
 
 class LogprobModel(nn.Module):
@@ -86,23 +86,23 @@ class LogprobModel(nn.Module):
         self.model = model
         self.chunk = chunk
 
-    def forward(self, ids: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Log-probability of ids[b, t] given ids[b, :t] wherever `mask` is set, 0 elsewhere.
 
+        Padding is on the right, where a causal model cannot see it from a real position, be it by attention or
+        by a recurrent state: so no attention mask is needed, and the fast kernels stay available.
+
         Args:
-            ids: (B, T) int64, rows padded on the right.
-            lengths: (B,) real length of each row.
-            mask: (B, T) bool. Position 0 has no context and is never computed, whatever the mask says.
+            ids: (B, T) int64, rows padded on the right with any valid id.
+            mask: (B, T) bool, false on padding. Position 0 has no context and is never computed.
 
         Returns: (B, T) float32. Only masked positions are projected to the vocabulary.
         """
-        attention = torch.arange(ids.shape[1], device=ids.device)[None, :] < lengths[:, None]
-        # A row without padding needs no mask, and the fast attention kernels want none.
-        full = bool((lengths == ids.shape[1]).all())
-        hidden = self.model.get_decoder()(  # type: ignore[operator]
-            input_ids=ids, attention_mask=None if full else attention.long(), use_cache=False
-        ).last_hidden_state
-        wanted = mask[:, 1:] & attention[:, 1:]
+        hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+        if torch.is_autocast_enabled(hidden.device.type):
+            # The residual stream stays float32 under autocast; the largest product of all should not.
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        wanted = mask[:, 1:]
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         picked = selected_logprobs(hidden[:, :-1][wanted], head.weight, ids[:, 1:][wanted], self.chunk)
         result = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)

@@ -5,7 +5,7 @@ For one optimizer step over E usable episodes (all ranks together), with sampled
     advantage   A_i = reward_i - mean of the rewards of i's group                 (not divided by their std)
     ratio       r_i = exp( mean over sampled t of (logp_it - sampler_logp_it) )   (one number an episode)
     surrogate   s_i = min(r_i A_i, clip(r_i, 1 - 0.2, 1 + 0.28) A_i)
-    k3          d_it = exp(ref_it - logp_it) - (ref_it - logp_it) - 1             (>= 0, estimates KL(policy || reference))
+    k3          d_it = exp(ref_it - logp_it) - (ref_it - logp_it) - 1             (>= 0; estimates KL(policy || ref))
 
     loss = 1/(1024 E) * sum_i sum_{sampled t} ( -s_i + beta d_it )
 
@@ -78,7 +78,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_log_ratio(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Length-normalized log importance ratio of each episode, (B,): the mean over sampled tokens of logp - sampler_logp.
+    """Length-normalized log importance ratio of each episode, (B,): mean over sampled tokens of logp - sampler_logp.
 
     The sampler's own log-probabilities stand for the old policy, so a mismatch between the two programs that
     compute them is corrected as well, and a one-sided rounding of 0.001 a token gives a ratio of
@@ -88,7 +88,7 @@ def sequence_log_ratio(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor)
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy || reference) for each token: exp(d) - d - 1 with d = ref - logp; never negative."""
+    """Schulman's k3 estimate of KL(policy || reference) a token: exp(d) - d - 1 with d = ref - logp; never negative."""
     difference = reference_logprobs - logprobs
     return torch.expm1(difference) - difference
 
@@ -104,7 +104,7 @@ def grpo_loss(
     kl_coefficient: float = 0.0,
     settings: LossSettings | None = None,
 ) -> LossOutput:
-    """The objective of this module's docstring for one micro-batch; micro-batch losses of a step add up to the step's loss.
+    """The objective of this module's docstring for one micro-batch; the losses of a step's micro-batches add up.
 
     Args:
         logprobs: (B, T) log-probabilities under the policy, with gradient.

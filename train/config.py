@@ -1,0 +1,235 @@
+"""The typed config of a GRPO run: every number of the recipe is a key here, and nothing else is read.
+
+`load_train_config` checks a file before anything heavy is imported or loaded. The defaults are the curriculum
+run's numbers, so a shipped config shows what a run adds to or changes in the recipe.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shared.config import StrictModel, load_config
+from shared.errors import SetupError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ModelConfig(StrictModel):
+    """The start: weights to train from, which are also the frozen KL reference.
+
+    path: a model folder or a hub id. dtype: of the master weights that the optimizer updates; a learning rate of
+    1e-5 is lost in bfloat16's rounding, so float32 is the default and the forward pass is autocast instead.
+    """
+
+    path: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    autocast: Literal["none", "bfloat16"] = "none"
+    gradient_checkpointing: bool = False
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+
+class DataConfig(StrictModel):
+    """Where the pool of training questions comes from.
+
+    benchmark "sqale": `queries` and `schemas` (hub ids or local folders) joined by the sqale package; "questions":
+    `questions` (a JSON file with Spider's or BIRD's keys) over `databases`/<db_id>/<db_id>.sqlite; "toy": the seeded
+    generator, `toy_databases` databases with `toy_questions` questions, written to the run's folder.
+    difficulties: keep only these (empty: all). limit: first n of the pool (0: all). empty_gold: whether a
+    question with an empty gold result may be drawn: any query that returns nothing would be right.
+    """
+
+    benchmark: Literal["sqale", "questions", "toy"]
+    queries: str | None = None
+    schemas: str | None = None
+    split: str = "train"
+    questions: Path | None = None
+    databases: Path | None = None
+    toy_databases: PositiveInt = 40
+    toy_questions: PositiveInt = 2000
+    difficulties: tuple[str, ...] = ()
+    limit: NonNegativeInt = 0
+    empty_gold: Literal["drop", "keep"] = "drop"
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.benchmark == "questions" and (self.questions is None or self.databases is None):
+            raise ValueError("benchmark 'questions' needs the keys data.questions and data.databases")
+        if self.benchmark == "sqale" and (self.queries is None or self.schemas is None):
+            raise ValueError("benchmark 'sqale' needs the keys data.queries and data.schemas")
+        return self
+
+
+class RolloutConfig(StrictModel):
+    """One step's episodes: `questions` x `candidates` over all ranks.
+
+    explore_share: share of the questions whose schema is withheld. fallback: whether an episode without an answer of
+    its own is scored on its last good query; off, as the recipe pays nothing for nothing submitted.
+    """
+
+    questions: PositiveInt = 18
+    candidates: Annotated[int, Field(ge=2)] = 8
+    explore_share: Share = 1.0
+    max_turns: PositiveInt = 6
+    max_new_tokens: PositiveInt = 2048
+    max_tokens: PositiveInt = 24576
+    max_failed_queries: PositiveInt = 4
+    max_calls_per_turn: PositiveInt = 32
+    strict_format: bool = False
+    fallback: bool = False
+    temperature: NonNegativeFloat = 1.0
+    top_p: Share = 1.0
+    top_k: NonNegativeInt = 0
+    concurrency: PositiveInt = 256
+    sandbox_workers: PositiveInt = 2
+    query_seconds: PositiveFloat = 30.0
+
+
+class CurriculumConfig(StrictModel):
+    """See train/curriculum.py. `enabled: false` draws uniformly."""
+
+    enabled: bool = True
+    ramp_steps: PositiveInt = 400
+    k: float = 2.0
+
+
+class RewardConfig(StrictModel):
+    """See train/reward.py. The defaults are the card's recipe.
+
+    gate_bonuses: pay the two bonuses only in groups in which some candidate is right. group_filter: which groups
+    carry no signal and are left out: "reward" those whose rewards are all equal, "exact" those in which
+    all candidates or none are right, "off" none.
+    """
+
+    exact: NonNegativeFloat = 3.0
+    partial: NonNegativeFloat = 0.9
+    partial_over: Literal["rows", "cells"] = "rows"
+    join_bonus: NonNegativeFloat = 0.1
+    majority_bonus: NonNegativeFloat = 0.1
+    gate_bonuses: bool = False
+    group_filter: Literal["reward", "exact", "off"] = "reward"
+    degenerate_limit: NonNegativeFloat = 1.0
+    degenerate_sample: NonNegativeInt = 64
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.partial + self.join_bonus + self.majority_bonus >= self.exact:
+            raise ValueError(
+                "partial + join_bonus + majority_bonus must stay below exact: no wrong query above a right one"
+            )
+        return self
+
+
+class KlConfig(StrictModel):
+    """KL to the frozen start, k3 a sampled token. adaptive: the coefficient follows `target`; fixed: it stays."""
+
+    mode: Literal["adaptive", "fixed", "off"] = "adaptive"
+    target: PositiveFloat = 0.005
+    coefficient: NonNegativeFloat = 0.02
+    gain: Annotated[float, Field(ge=0, le=1)] = 0.1
+    smallest: PositiveFloat = 1e-4
+    largest: PositiveFloat = 1.0
+
+
+class LossConfig(StrictModel):
+    """See train/loss.py. logprob_chunk: positions whose logits exist at a time."""
+
+    token_constant: PositiveFloat = 1024.0
+    ratio: Literal["sequence", "none"] = "sequence"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    kl: KlConfig = KlConfig()
+    inner_epochs: PositiveInt = 1
+    micro_batch_tokens: PositiveInt = 32768
+    logprob_chunk: PositiveInt = 512
+
+
+class GateConfig(StrictModel):
+    """Trainer against sampler on the same tokens, before any update: over a limit, the run stops with the figures.
+
+    mean_gap: mean |difference| of the log-probabilities over sampled tokens. every: check each n-th step (the first
+    one always); the figures are logged at every step.
+    """
+
+    mean_gap: PositiveFloat = 0.02
+    every: PositiveInt = 1
+
+
+class OptimizerConfig(StrictModel):
+    """adamw: everything by AdamW at `lr`. muon: hidden matrices by Muon at `muon_lr`, the rest by AdamW at `lr`."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: PositiveFloat = 1e-5
+    muon_lr: PositiveFloat = 0.02
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_norm: PositiveFloat = 1.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_share: Share = 0.05
+    final_lr_share: Share = 0.0
+
+
+class CheckpointConfig(StrictModel):
+    """every: save after each n-th step, and after the last. keep: newest complete ones kept besides `keep_steps`."""
+
+    every: PositiveInt = 25
+    keep: PositiveInt = 2
+    keep_steps: tuple[int, ...] = ()
+
+
+class TrainConfig(StrictModel):
+    """One GRPO run. `output` is its folder; a run that finds complete checkpoints there continues from the newest."""
+
+    output: Path
+    seed: NonNegativeInt = 0
+    steps: PositiveInt = 1000
+    planned_steps: NonNegativeInt = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: NonNegativeInt = 0
+    sample_episodes_every: NonNegativeInt = 25
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    reward: RewardConfig = RewardConfig()
+    loss: LossConfig = LossConfig()
+    gate: GateConfig = GateConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _sampling_matches_the_ratio(self) -> Self:
+        rollout = self.rollout
+        unmodified = rollout.temperature == 1.0 and rollout.top_p == 1.0 and rollout.top_k == 0
+        if self.loss.ratio != "none" and not unmodified:
+            raise ValueError(
+                "loss.ratio compares full-softmax log-probabilities: it needs rollout.temperature 1, top_p 1, top_k 0 "
+                f"(got {rollout.temperature}, {rollout.top_p}, {rollout.top_k}), or loss.ratio: none"
+            )
+        if rollout.max_new_tokens > rollout.max_tokens:
+            raise ValueError("rollout.max_new_tokens exceeds the episode's budget rollout.max_tokens")
+        return self
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the learning-rate schedule spans: `planned_steps`, or `steps` where that is 0."""
+        return self.planned_steps or self.steps
+
+
+def load_train_config(path: Path, overrides: Iterable[str] = ()) -> TrainConfig:
+    """The config in `path` with overrides, checked as far as it can be without loading anything.
+
+    Raises SetupError naming the key, or the missing local file or folder.
+    """
+    config = load_config(path, TrainConfig, overrides)
+    for key, local in (("data.questions", config.data.questions), ("data.databases", config.data.databases)):
+        if local is not None and not local.exists():
+            raise SetupError(f"{key}: {local} does not exist; download the benchmark or correct the path in {path}")
+    return config

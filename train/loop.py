@@ -1,0 +1,242 @@
+"""The run: set everything up, then draw, roll out, score, update and save, step by step, until done or told to stop."""
+
+import copy
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from shared.config import dump_config
+from shared.engines.hf import HFEngine
+from shared.episode import EpisodeRecord
+from shared.errors import SetupError
+from shared.sql.sandbox import Sandbox
+from train.checkpoint import list_checkpoints, newest_complete
+from train.config import TrainConfig
+from train.log import RunLog, Stopwatch, write_lines
+from train.model import Policy, load_model, load_policy
+from train.pool import Pool
+from train.rollout import (
+    Group,
+    Question,
+    Scorer,
+    add_sums,
+    check_weights,
+    draw_questions,
+    episode_lines,
+    rollout_sums,
+    run_groups,
+    score_groups,
+    summarize,
+    training_rows,
+)
+from train.run import CONFIG_COPY
+from train.state import read_state, restore, save_run
+from train.stopping import StopFlag, StoppableEngine, StopRequested
+from train.trainer import Trainer
+
+
+@dataclass
+class Run:
+    """Everything that lives while a run does; one on each rank."""
+
+    config: TrainConfig
+    pool: Pool
+    policy: Policy
+    trainer: Trainer
+    engine: HFEngine
+    sandbox: Sandbox
+    scorer: Scorer
+    log: RunLog
+    stop: StopFlag
+
+    @property
+    def rank(self) -> int:
+        return int(self.trainer.accelerator.process_index)
+
+    @property
+    def ranks(self) -> int:
+        return int(self.trainer.accelerator.num_processes)
+
+    def save(self, step: int) -> None:
+        """Checkpoint after `step` finished steps; all ranks wait for the one that writes, and all fail if it did."""
+        problem: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                save_run(self.config, step, self.trainer, self.policy, self.pool.content_hash)
+            except SetupError as error:
+                problem = [str(error)]
+        broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise SetupError(problem[0])
+
+    def stopping(self) -> bool:
+        """Whether any rank was asked to stop; all ranks call it and get the same answer."""
+        return any(gather_object([self.stop.requested()]))
+
+
+def run_training(config: TrainConfig, pool: Pool, stop: StopFlag) -> int:
+    """Train from the start, or from the newest complete checkpoint in the run's folder; returns the exit code."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    accelerator = Accelerator(cpu=config.device == "cpu")
+    if config.device == "cuda" and accelerator.device.type != "cuda":
+        raise SetupError("device: cuda is not available; use device=auto or device=cpu")
+    if config.rollout.questions % accelerator.num_processes:
+        raise SetupError(
+            f"rollout.questions {config.rollout.questions} does not divide by {accelerator.num_processes} ranks"
+        )
+    log = RunLog(config.output, config.steps, main=accelerator.is_main_process)
+    found = newest_complete(config.output, log.say)
+    if found is None and list_checkpoints(config.output):
+        log.say("no checkpoint is complete: starting from the beginning")
+    resumed = read_state(*found, config, pool.content_hash) if found else None
+    start = resumed.step if resumed else 0
+    if start >= config.steps:
+        log.say(f"{config.output} has finished its {config.steps} steps; raise steps= to go on")
+        return 0
+    policy = load_policy(config.model, str(resumed.folder) if resumed else None)
+    reference = None
+    if config.loss.kl.mode != "off":
+        reference = load_model(config.model) if resumed else copy.deepcopy(policy.model)
+    trainer = Trainer(config, policy.model, reference, accelerator)
+    if resumed:
+        restore(trainer, resumed)
+    if accelerator.is_main_process:
+        config.output.mkdir(parents=True, exist_ok=True)
+        (config.output / CONFIG_COPY).write_text(dump_config(config), encoding="utf-8")
+        stop.clear()
+    accelerator.wait_for_everyone()
+    log.drop_from(start)
+    parameters = sum(p.numel() for p in policy.model.parameters())
+    log.say(
+        f"{f'continuing at step {start + 1}' if resumed else 'starting'}: {parameters:,} parameters, "
+        f"{len(pool.examples):,} questions, {config.rollout.questions} x {config.rollout.candidates} episodes a step, "
+        f"{accelerator.num_processes} rank(s) on {accelerator.device.type}, {platform.node()}"
+    )
+    engine = HFEngine(policy.model, weights=lambda: trainer.weights)
+    with Sandbox(config.rollout.sandbox_workers) as sandbox:
+        scorer = Scorer(config, sandbox)
+        run = Run(config, pool, policy, trainer, engine, sandbox, scorer, log, stop)
+        try:
+            _check_degenerate(run)
+            return _steps(run, start)
+        finally:
+            log.close()
+            engine.close()
+
+
+def _check_degenerate(run: Run) -> None:
+    """Print what policies that look at nothing would earn on a sample of the pool; stop when it is too much."""
+    limit = run.config.reward.degenerate_limit
+    n = len(run.pool.examples)
+    sample = min(run.config.reward.degenerate_sample, n)
+    if run.rank != 0 or sample == 0:
+        return
+    rewards = run.scorer.degenerate_rewards([run.pool.examples[i * n // sample] for i in range(sample)])
+    run.log.say("mean reward of blind answers: " + ", ".join(f"{sql} {value:.3f}" for sql, value in rewards.items()))
+    worst = max(rewards, key=rewards.__getitem__)
+    if rewards[worst] > limit:
+        raise SetupError(
+            f"always submitting `{worst}` earns {rewards[worst]:.3f} on the pool, the limit reward.degenerate_limit is "
+            f"{limit}: the pool would teach it; drop such questions"
+        )
+
+
+def _steps(run: Run, start: int) -> int:
+    """Steps `start` to the end, with checkpoints; returns the exit code."""
+    for step in range(start, run.config.steps):
+        try:
+            finished = _one_step(run, step)
+        except StopRequested:
+            finished = False
+        if not finished:
+            run.engine.reset()
+            run.log.say(f"asked to stop: saving the state after {step} steps")
+            run.save(step)
+            if run.rank == 0:
+                run.stop.clear()
+            return run.stop.exit_code
+        done = step + 1
+        if done % run.config.checkpoint.every == 0 or done == run.config.steps:
+            run.log.phase(f"step {done}: saving")
+            run.save(done)
+    run.log.say(f"finished {run.config.steps} steps: {run.config.output}")
+    return 0
+
+
+def _one_step(run: Run, step: int) -> bool:
+    """One step on this rank; False when a stop was asked for before the update, and then nothing has changed."""
+    config, label = run.config, f"step {step + 1}/{run.config.steps}"
+    watch = Stopwatch()
+    # One rank decides: a gold query near its time limit must not split the ranks over what the step is.
+    drawn = [draw_questions(run.pool, step, config, run.scorer) if run.rank == 0 else None]
+    broadcast_object_list(drawn)
+    assert drawn[0] is not None
+    questions, skipped = drawn[0]
+    per_rank = len(questions) // run.ranks
+    mine = questions[run.rank * per_rank : (run.rank + 1) * per_rank]
+    watch.lap("draw")
+
+    groups: list[Group] = []
+    try:
+        groups = _collect(run, mine, step, label, watch)
+    except StopRequested:
+        run.stop.announce()
+    if run.stopping():
+        return False
+
+    sums = add_sums(gather_object([rollout_sums(groups, config)]))
+    n_episodes = int(sums.get("episodes", 0))
+    if n_episodes == 0:
+        first = next((error for group in groups for error in group.errors), "on another rank")
+        raise RuntimeError(f"step {step}: every episode failed by a fault of ours; the first: {first}")
+    run.log.phase(f"{label}: updating")
+    figures = run.trainer.update(
+        training_rows(groups, config), n_episodes, step, run.stop.poll if run.ranks == 1 else _stay
+    )
+    watch.lap("update")
+
+    seconds = sum(watch.seconds.values())
+    run.log.step(
+        {"step": step}
+        | summarize(sums)
+        | figures
+        | {f"seconds_{name}": value for name, value in watch.seconds.items()}
+        | {"seconds": seconds, "tokens_per_second": sums["sampled_tokens"] / max(seconds, 1e-9)}
+        | {"skipped": dict(skipped), "weights": run.trainer.weights}
+    )
+    every = config.sample_episodes_every
+    if every and step % every == 0 and run.rank == 0:
+        write_lines(config.output / "episodes" / f"step-{step:06d}.jsonl", episode_lines(groups, step))
+    return True
+
+
+def _collect(run: Run, questions: Sequence[Question], step: int, label: str, watch: Stopwatch) -> list[Group]:
+    """Roll out and score this rank's questions."""
+    total, count = len(questions) * run.config.rollout.candidates, 0
+
+    def on_episode(record: EpisodeRecord) -> None:
+        nonlocal count
+        count += 1
+        run.log.phase(f"{label}: {count}/{total} episodes")
+
+    run.log.phase(f"{label}: rolling out")
+    engine = StoppableEngine(run.engine, run.stop)
+    with run.trainer.autocast():
+        episodes = run_groups(questions, step, run.config, engine, run.policy.codec, run.sandbox, on_episode)
+    run.engine.reset()
+    watch.lap("rollout")
+    run.log.phase(f"{label}: scoring")
+    groups = score_groups(questions, episodes, run.scorer, run.config.rollout.sandbox_workers)
+    check_weights(groups, run.trainer.weights)
+    watch.lap("score")
+    return groups
+
+
+def _stay() -> None:
+    """Between the micro-batches of several ranks nobody may leave alone."""

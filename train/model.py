@@ -1,0 +1,94 @@
+"""Loading the policy and saving it again, as transformers folders.
+
+A Qwen3.5 base folder holds a vision tower and an MTP head besides the language model; the text class loads the
+language model alone. The saved folder is a text model; scripts/export_merged.py puts the rest back.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from shared.chat import TokenizerCodec
+from shared.errors import SetupError
+from train.config import ModelConfig
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A loaded model with the tokenizer and chat codec of its folder."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    codec: TokenizerCodec
+
+
+def check_model_path(path: str) -> None:
+    """SetupError unless `path` is a folder with a model in it, or looks like a hub id (owner/name)."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SetupError(f"model.path: {path} has no config.json; give a model folder")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+            raise SetupError(f"model.path: {path} has no weights (*.safetensors); give a complete model folder")
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+            raise SetupError(f"model.path: {path} has no tokenizer; copy the tokenizer files of its base there")
+    elif not _HUB_ID.fullmatch(path) or path.startswith("."):
+        raise SetupError(f"model.path: {path} is neither a folder nor a hub id (owner/name)")
+
+
+def load_codec(path: str, revision: str | None = None) -> tuple[Any, TokenizerCodec]:
+    """The tokenizer of a model and its chat codec. SetupError when there is none, or its template is unfit."""
+    check_model_path(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise SetupError(f"model.path: the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
+    return tokenizer, TokenizerCodec(tokenizer)
+
+
+def load_model(config: ModelConfig, path: str | None = None) -> PreTrainedModel:
+    """The causal language model of `path` (default: the config's start), on the CPU, in evaluation mode.
+
+    SetupError when it cannot be loaded, or when the folder lacks some of its weights: transformers would fill
+    those with random numbers.
+    """
+    source = path or config.path
+    check_model_path(source)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=config.revision if path is None else None,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attention,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise SetupError(f"model.path: {source} cannot be loaded: {_first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise SetupError(f"model.path: {source} lacks {len(missing)} weights of its model, {missing[0]} for one")
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def load_policy(config: ModelConfig, path: str | None = None) -> Policy:
+    """Model, tokenizer and codec of the config's start, or of `path` (a checkpoint of ours)."""
+    tokenizer, codec = load_codec(path or config.path, config.revision if path is None else None)
+    return Policy(load_model(config, path), tokenizer, codec)
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Write a folder that `load_policy` and transformers read: weights, configs, tokenizer and chat template."""
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

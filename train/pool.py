@@ -1,0 +1,86 @@
+"""The pool of training questions, in an order that depends on nothing but the questions."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from shared.data.example import Example
+from shared.errors import SetupError
+from shared.sql.structure import gold_length
+from train.config import DataConfig
+from train.curriculum import Floats, quantile_ranks
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Questions sorted by (gold length, question id), with their lengths in tokens and their quantile ranks."""
+
+    examples: Sequence[Example]
+    lengths: Sequence[int]
+    quantiles: Floats
+
+    @cached_property
+    def content_hash(self) -> str:
+        """sha256 (hex) over ids, databases and gold queries in order: a resumed run must have the same."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(f"{example.question_id}\0{example.db_id}\0{example.gold_sql}\0".encode("utf-8", "replace"))
+        return digest.hexdigest()
+
+
+def build_pool(examples: Sequence[Example]) -> Pool:
+    """Rank examples by the length of their gold query. SetupError for an empty pool, or question ids that repeat."""
+    if not examples:
+        raise SetupError(
+            "the training pool is empty: no question is left after data.split, data.difficulties and data.limit"
+        )
+    repeated, count = Counter(example.question_id for example in examples).most_common(1)[0]
+    if count > 1:
+        raise SetupError(f"question id {repeated} occurs {count} times in the training data; ids must be unique")
+    lengths = [gold_length(example.gold_sql) for example in examples]
+    order = sorted(range(len(examples)), key=lambda i: (lengths[i], examples[i].question_id))
+    sorted_lengths = [lengths[i] for i in order]
+    return Pool([examples[i] for i in order], sorted_lengths, quantile_ranks(sorted_lengths))
+
+
+def select(examples: Sequence[Example], config: DataConfig) -> list[Example]:
+    """Keep the wanted difficulties (case ignored), then the first `limit`; questions without gold SQL are left out.
+
+    SetupError when a wanted difficulty does not occur, naming those that do.
+    """
+    kept = [example for example in examples if example.gold_sql.strip()]
+    if config.difficulties:
+        present = {example.difficulty.lower() for example in kept}
+        wanted = {difficulty.lower() for difficulty in config.difficulties}
+        if missing := sorted(wanted - present):
+            known = ", ".join(sorted(present - {""})) or "none: its questions carry no difficulty"
+            raise SetupError(f"data.difficulties: no question is '{missing[0]}'; the data has {known}")
+        kept = [example for example in kept if example.difficulty.lower() in wanted]
+    return kept[: config.limit] if config.limit else kept
+
+
+def load_pool(config: DataConfig, output: Path, seed: int) -> Pool:
+    """Load, select and rank the training questions that `config` describes; toy databases are made under `output`."""
+    return build_pool(select(_load(config, output, seed), config))
+
+
+def _load(config: DataConfig, output: Path, seed: int) -> Sequence[Example]:
+    # Imported where used: each benchmark brings its own dependencies.
+    if config.benchmark == "toy":
+        from shared.data.toy import toy_examples
+
+        return toy_examples("train", config.toy_databases, config.toy_questions, seed, output / "toy")
+    if config.benchmark == "questions":
+        from shared.data.bird import load_questions
+
+        assert config.questions is not None
+        assert config.databases is not None
+        return load_questions(config.questions, config.databases)
+    from shared.data.sqale import load_sqale
+
+    assert config.queries is not None
+    assert config.schemas is not None
+    return load_sqale(config.queries, config.schemas, split=config.split)

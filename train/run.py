@@ -1,0 +1,68 @@
+"""Train with GRPO.
+
+    python -m train.run --config configs/grpo_curriculum.yaml [key=value …]
+    torchrun --nproc-per-node 3 -m train.run --config configs/grpo_curriculum.yaml
+
+The run's folder is the config's `output`: metrics.jsonl (one line a step), episodes/ (sampled transcripts),
+checkpoint-step-N/ (model folder plus optimizer state) and config.yaml as resolved. Starting again with the same
+folder continues from the newest complete checkpoint. SIGTERM, SIGUSR1, Ctrl-C or a file named STOP in the
+folder end the run after saving the last finished step: exit code 75 (requeue), 130 after Ctrl-C.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from shared.cli import run_main
+from shared.config import dump_config
+from shared.errors import SetupError
+from train.config import TrainConfig, load_train_config
+from train.pool import load_pool
+from train.stopping import StopFlag
+
+CONFIG_COPY = "config.yaml"
+
+
+def check_output(output: Path) -> None:
+    """SetupError when the folder holds something that is not a run of ours."""
+    if output.exists() and not output.is_dir():
+        raise SetupError(f"output: {output} is a file; give a folder")
+    if output.is_dir() and any(output.iterdir()) and not (output / CONFIG_COPY).is_file():
+        raise SetupError(f"output: {output} holds other files and no run; give an empty or new folder")
+
+
+def train(config: TrainConfig) -> int:
+    """Run (or continue) training; returns the exit code. All that can be refused is refused before a model loads."""
+    from train.model import load_codec
+
+    check_output(config.output)
+    load_codec(config.model.path, config.model.revision)
+    pool = load_pool(config.data, config.output, config.seed)
+    if config.rollout.questions > len(pool.examples):
+        raise SetupError(
+            f"the pool has {len(pool.examples)} questions, a step draws {config.rollout.questions}: "
+            "lower rollout.questions or add data"
+        )
+    from train.loop import run_training
+
+    stop = StopFlag(config.output)
+    with stop.installed():
+        return run_training(config, pool, stop)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and train."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m train.run", description=summary)
+    parser.add_argument("--config", type=Path, required=True, help="a YAML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted config keys, e.g. optimizer.lr=1e-5")
+    arguments = parser.parse_args(argv)
+    config = load_train_config(arguments.config, arguments.overrides)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(dump_config(config), file=sys.stderr)
+    return train(config)
+
+
+if __name__ == "__main__":
+    run_main(main)

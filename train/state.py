@@ -1,0 +1,81 @@
+"""A run's state on disk: what a checkpoint holds besides the model, and when it may be continued."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.config import dump_config
+from shared.errors import SetupError
+from train.checkpoint import STATE, apply_retention, write_checkpoint
+from train.config import TrainConfig
+from train.model import Policy, save_policy
+from train.trainer import Trainer
+from train.weight_sync import fingerprint
+
+# Saved files take this much more than parameters and moments (headers, tokenizer, config).
+_SLACK = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where to go on: the number of finished steps, and the trainer's state to load."""
+
+    step: int
+    folder: Path
+    state: dict[str, Any]
+
+
+def read_state(step: int, folder: Path, config: TrainConfig, pool_hash: str) -> Resumed:
+    """The train state of a complete checkpoint. SetupError when it belongs to other data or another seed."""
+    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    if state["pool_hash"] != pool_hash:
+        raise SetupError(
+            f"{folder} was trained on another question pool; restore the data, or give another folder as output="
+        )
+    if state["seed"] != config.seed:
+        raise SetupError(
+            f"{folder} was trained with seed {state['seed']}, the config says {config.seed}; use another output="
+        )
+    return Resumed(step, folder, state)
+
+
+def restore(trainer: Trainer, resumed: Resumed) -> None:
+    """Put optimizer moments and KL coefficient back. RuntimeError if the loaded weights are not the saved ones."""
+    if trainer.weights != resumed.state["weights"]:
+        raise RuntimeError(
+            f"{resumed.folder}: the loaded weights have fingerprint {trainer.weights}, "
+            f"saved were {resumed.state['weights']}"
+        )
+    trainer.optimizers.load_state_dict(resumed.state["optimizers"])
+    trainer.kl_coefficient = resumed.state["kl_coefficient"]
+
+
+def save_run(config: TrainConfig, step: int, trainer: Trainer, policy: Policy, pool_hash: str) -> Path:
+    """Write the checkpoint after `step` finished steps and delete what retention lets go. Main process only."""
+
+    def write(folder: Path) -> None:
+        save_policy(policy, folder)
+        state = {
+            "step": step,
+            "seed": config.seed,
+            "pool_hash": pool_hash,
+            "weights": fingerprint(policy.model),
+            "kl_coefficient": trainer.kl_coefficient,
+            "optimizers": trainer.optimizers.state_dict(),
+            "config": dump_config(config),
+        }
+        torch.save(state, folder / STATE)
+
+    parameters = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    moments = sum(
+        value.numel() * value.element_size()
+        for part in trainer.optimizers.parts.values()
+        for values in part.state.values()
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
+    )
+    folder = write_checkpoint(config.output, step, write, bytes_needed=parameters + moments + _SLACK)
+    apply_retention(config.output, config.checkpoint.keep, config.checkpoint.keep_steps)
+    return folder
