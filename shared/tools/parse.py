@@ -15,15 +15,13 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
-from shared.tools.table import SUBMIT, TOOLS, BadCall, BadCallCode, Call, Param, ParsedTurn, Problem
+from shared.tools.table import SUBMIT, BadCall, Call, ParsedTurn, Problem
+from shared.tools.validate import DECODER, bad_call, is_utf8, validate_call
 
+_MAX_FINAL_CALLS = 32
 MAX_DEPTH = 16  # a call has two levels; the bound keeps the verdict independent of Python's recursion limit
-_NEAR_NAME_CHARS = 64  # longer names are not compared: get_close_matches is quadratic
-_SHOWN_CHARS = 60
-
 OPEN, CLOSE = "<think>", "</think>"
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
@@ -43,93 +41,42 @@ _SQL_START = re.compile(
 )
 
 
-class _Duplicated(dict[str, Any]):
-    """A decoded object in which a key was given twice."""
+def parse_turn(text: str, *, max_calls: int = 32, strict_format: bool = False) -> ParsedTurn:
+    """Read one assistant turn, with the `<think>` that the prompt may have opened put back in front. Never raises.
 
-    key: str = ""
-
-
-@dataclass(frozen=True)
-class _NotJson:
-    """NaN, Infinity or -Infinity, which Python's decoder knows and JSON doesn't."""
-
-    name: str
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) == len(pairs):
-        return value
-    duplicated = _Duplicated(value)
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            duplicated.key = key
-            break
-        seen.add(key)
-    return duplicated
-
-
-def _integer(digits: str) -> int:
-    # int() refuses 4,300 digits and is quadratic below that; beyond any limit only the sign matters.
-    return int(digits) if len(digits) <= 20 else (-(10**20) if digits[0] == "-" else 10**20)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_constant=_NotJson)
-
-
-def parse_turn(text: str, *, max_calls: int = 32, strict_format: bool = False, think_open: bool = False) -> ParsedTurn:
-    """Read one assistant turn. Never raises.
-
-    `think_open` says that the prompt already ended with `<think>`, as training and serving do it: then text
-    without any `</think>` is unfinished reasoning, unless it is nothing but calls. `max_calls` bounds what is
-    kept. `strict_format` refuses a turn that isn't clean: no calls, problem "unclean".
+    `max_calls` bounds what is kept. `strict_format` refuses a turn that isn't clean: no calls, problem "unclean".
     """
-    scan = _scan(text, think_open, max_calls)
-    clean = scan.clean
-    if scan.open and think_open and CLOSE not in text:
-        bare = _scan(text, False, max_calls)
-        if bare.clean:
-            scan, clean = bare, False
-    think = scan.think(text)
+    scan = _scan(text, max_calls)
     if scan.open:
-        return ParsedTurn(think, (), False, "unclosed_think", scan.found)
+        return ParsedTurn(scan.think(text), (), False, "unclosed_think", scan.found)
     problem: Problem | None = None
     calls = tuple(scan.calls)
-    if not scan.found:
-        problem = "no_call"
-    elif strict_format and not clean:
+    if strict_format and scan.found and not scan.clean:
         problem, calls = "unclean", ()
     elif not calls:
-        problem = "no_call"  # every call was overtaken by a </think>, or max_calls is 0
-    return ParsedTurn(think, calls, clean, problem, scan.found - len(calls))
+        problem = "no_call"
+    return ParsedTurn(scan.think(text), calls, scan.clean, problem, scan.found - len(calls))
 
 
-def parse_final(text: str, *, think_open: bool = False) -> str | None:
+def parse_final(text: str) -> str | None:
     """The SQL of a closing turn, or None: a submit_sql call, else the last SQL fence, else bare SQL text.
 
     Bare text counts when it begins like a query (SELECT, WITH, VALUES, after comments or a bracket); it is
     taken whole, without the white space around it and without an end token. Fences count when they say sql,
-    sqlite or nothing. A turn with calls but no valid submit_sql has no answer.
+    sqlite or nothing. A turn with calls but no valid submit_sql has no answer, nor has unfinished reasoning.
     """
-    turn = parse_turn(text, think_open=think_open)
-    for call in turn.calls:
+    scan = _scan(text, _MAX_FINAL_CALLS)
+    if scan.open:
+        return None
+    for call in scan.calls:
         if isinstance(call, Call) and call.tool == SUBMIT:
             return str(call.args["sql"])
-    if turn.calls:
+    if scan.calls:
         return None
-    scan = _scan(text, think_open, 0)
-    if not scan.open:
-        answer = _trim(text[scan.answer_start :])
-    elif think_open and CLOSE not in text:
-        answer = _trim(text)  # an answer from its first character on is not a draft
-        if not (answer.startswith("```") or _SQL_START.match(answer)):
-            return None
-    else:
-        return None
+    answer = _trim(text[scan.answer_start :])
     fences = [body for body in _sql_fences(answer) if body]
     candidates = fences or ([answer] if _SQL_START.match(answer) else [])
-    return candidates[-1] if candidates and _utf8(candidates[-1]) else None
+    return candidates[-1] if candidates and is_utf8(candidates[-1]) else None
 
 
 def _sql_fences(text: str) -> Iterator[str]:
@@ -139,62 +86,6 @@ def _sql_fences(text: str) -> Iterator[str]:
         if (opening[1] or opening[2] or "sql").lower() in ("sql", "sqlite"):
             yield text[opening.end() : closing.start()].strip()
         at = closing.end()
-
-
-def validate_call(value: object) -> Call | BadCall:
-    """Check one decoded JSON value `{"tool": …, "args": …}` against the tool table. Never raises.
-
-    "args" may be left out when the tool requires no argument. Anything beside what the table names is refused.
-    """
-    if not isinstance(value, dict):
-        return _bad(None, "bad_json", f"a call is a JSON object, not {_kind(value)}")
-    name = value.get("tool")
-    if isinstance(value, _Duplicated):
-        return _bad(None, "duplicate_key", f"the key {_show(value.key)} is given twice")
-    if not isinstance(name, str) or name not in TOOLS:
-        return _unknown_tool(name)
-    tool = TOOLS[name]
-    for key in value:
-        if key not in ("tool", "args"):
-            return _bad(name, "unknown_field", f'unknown key {_show(key)}; a call has "tool" and "args" only')
-    args = value.get("args", {})
-    if not isinstance(args, dict):
-        return _bad(name, "bad_args", f'"args" must be a JSON object, not {_kind(args)}; use {tool.signature}')
-    if isinstance(args, _Duplicated):
-        return _bad(name, "duplicate_key", f"the argument {_show(args.key)} is given twice")
-    known = {param.name: param for param in tool.params}
-    for key in args:
-        if key not in known:
-            return _bad(name, "unknown_argument", f"unknown argument {_show(key)}; use {tool.signature}")
-    checked: dict[str, Any] = {}
-    for param in tool.params:
-        if param.name not in args:
-            if param.required:
-                return _bad(name, "missing_argument", f'argument "{param.name}" is missing; use {tool.signature}')
-            checked[param.name] = param.default
-            continue
-        result = _check(param, args[param.name])
-        if isinstance(result, tuple):
-            return _bad(name, result[0], f'argument "{param.name}" {result[1]}; use {tool.signature}')
-        checked[param.name] = result
-    return Call(name, checked)
-
-
-def _check(param: Param, value: object) -> str | int | tuple[BadCallCode, str]:
-    """The argument as it will be used, or a code and what is wrong."""
-    if param.type == "string":
-        if not isinstance(value, str):
-            return "bad_argument", f"must be a string, not {_kind(value)}"
-        if not _utf8(value):
-            return "bad_text", "holds a lone surrogate, which no text can contain"
-        if not value.strip():
-            return "bad_argument", "is empty"
-        return value
-    if isinstance(value, bool) or not isinstance(value, int):
-        return "bad_argument", f"must be an integer, not {_kind(value)}"
-    if param.minimum is not None and value < param.minimum:
-        return "bad_argument", f"must be at least {param.minimum}"
-    return value if param.maximum is None else min(value, param.maximum)
 
 
 @dataclass
@@ -224,13 +115,11 @@ class _Scan:
         return len(self.calls) < max_calls and not (isinstance(last, Call) and last.tool == SUBMIT)
 
 
-def _scan(text: str, think_open: bool, max_calls: int) -> _Scan:
+def _scan(text: str, max_calls: int) -> _Scan:
     """One pass over the text: reasoning blocks, calls, and whether there was anything else."""
-    scan = _Scan(open=think_open)
+    scan = _Scan()
     end = _end(text)
     at = start = 0  # all before `at` is dealt with; `start` is where the current stretch of prose began
-    if think_open and (tag := re.match(r"\s*<think>", text)):
-        at = tag.end()
     while True:
         if scan.open:
             close = text.find(CLOSE, at)
@@ -280,7 +169,7 @@ def _read_object(text: str, start: int) -> tuple[dict[str, Any] | BadCall | None
     end, too_deep = _extent(text, start)
     piece = text[start:end]
     try:
-        value, stop = _DECODER.raw_decode(piece)
+        value, stop = DECODER.raw_decode(piece)
     except json.JSONDecodeError as error:
         failed_at = start + error.pos
         first_key = _FIRST_KEY.match(text, start, failed_at) is None
@@ -288,11 +177,11 @@ def _read_object(text: str, start: int) -> tuple[dict[str, Any] | BadCall | None
         if too_deep and error.pos >= len(piece.rstrip()) - 1:  # valid up to the level that is one too many
             end = _skip_broken(text, start)
             if intent or _INTENT_KEY.search(text, start, end):
-                return _bad(None, "too_deep", f"nested more than {MAX_DEPTH} levels deep"), end
+                return bad_call(None, "too_deep", f"nested more than {MAX_DEPTH} levels deep"), end
             return None, end
         if intent:
             where = f"{error.msg} (character {error.pos + 1} of the object)"
-            return _bad(None, "bad_json", f"not valid JSON: {where}"), _skip_broken(text, start)
+            return bad_call(None, "bad_json", f"not valid JSON: {where}"), _skip_broken(text, start)
         return None, start + 1 if first_key else max(failed_at, start + 1)
     return (value if "tool" in value else None), start + stop
 
@@ -351,51 +240,3 @@ def _end(text: str) -> int:
 def _trim(text: str) -> str:
     """The text without white space or a byte order mark around it and end-of-turn tokens behind it."""
     return text[: _end(text)].strip().lstrip("\ufeff").lstrip()
-
-
-def _utf8(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _bad(tool: str | None, code: BadCallCode, message: str) -> BadCall:
-    if tool is None and code != "unknown_tool":
-        message = f'{message}. Write {{"tool": "<name>", "args": {{...}}}} with one of: {", ".join(TOOLS)}'
-    return BadCall(tool, code, message)
-
-
-def _unknown_tool(name: object) -> BadCall:
-    shown = _show(name) if isinstance(name, str) else _kind(name)
-    near: list[str] = []
-    if isinstance(name, str) and len(name) <= _NEAR_NAME_CHARS:
-        near = get_close_matches(name.strip().lower().replace("-", "_"), TOOLS, n=2, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ";"
-    return BadCall(None, "unknown_tool", f"unknown tool {shown}{hint} the tools are: {', '.join(TOOLS)}")
-
-
-def _show(text: str) -> str:
-    """A string of the model's as a message may quote it: short, one line, encodable."""
-    cut = text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
-    return json.dumps(cut, ensure_ascii=not _utf8(cut))
-
-
-def _kind(value: object) -> str:
-    """The JSON type of a value, with the value where it is short and telling."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return "a number"
-        case str():
-            return "a string"
-        case list():
-            return "an array"
-        case _NotJson():
-            return value.name
-        case _:
-            return "an object"

@@ -1,13 +1,13 @@
 """The exec_plan protocol: the exact system prompt, and everything that belongs to it under one name.
 
-The tool table lives in `table`, the parser in `parse`, what the environment says in `render`; users import
-all of it from here. This module and what it imports need nothing but the standard library.
+The tool table lives in `table`, the parser in `parse` and `validate`, what the environment says in `render`;
+users import all of it from here. This module and what it imports need nothing but the standard library.
 """
 
 import hashlib
 from collections.abc import Mapping
 
-from shared.tools.parse import parse_final, parse_turn, validate_call
+from shared.tools.parse import parse_final, parse_turn
 from shared.tools.render import (
     ClosingReason,
     budget_line,
@@ -30,6 +30,7 @@ from shared.tools.table import (
     Tool,
     ToolResult,
 )
+from shared.tools.validate import validate_call
 
 __all__ = [
     "EXEC_PLAN_TOOL_INSTRUCTIONS",
