@@ -76,9 +76,7 @@ _ACTIONS = {
         "DROP_VIEW": "DROP VIEW",
     }.items()
 }
-READ_ONLY = (
-    "the database is read-only here: a query may SELECT (also WITH, VALUES, EXPLAIN) and use introspection PRAGMAs"
-)
+READ_ONLY = "the database is read-only, use SELECT, WITH, VALUES, EXPLAIN or an introspection PRAGMA"
 
 # To connect a virtual table (full-text, json_each, pragma functions) SQLite compiles an UPDATE of sqlite_master that it
 # never runs, so this can't be refused here. An UPDATE by the user fails all the same: sqlite_master may not be modified

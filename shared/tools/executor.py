@@ -1,0 +1,243 @@
+"""The eight tools over one database: a checked call in, a result for the model out.
+
+The schema tools answer from the schema, which is read once; the others run SQL in the sandbox. Nothing
+that a model wrote raises here; a database that can't be read does (SetupError), because that is ours.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shared.database import Database
+from shared.errors import SetupError
+from shared.sql.sandbox import Limits, QueryResult, Sandbox
+from shared.tools.joins import find_join_paths, inferred_keys, render_path
+from shared.tools.protocol import SUBMIT, TOOLS, BadCall, Call, ToolResult, cut_text
+from shared.tools.rows import render_rows
+from shared.tools.schema import Schema, Table, create_text, near_names, quote, read_schema, show
+
+_NO_SUCH = re.compile(r"no such (column|table): (.+)", re.DOTALL)
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Bounds of one call.
+
+    seconds:      wall time of the SQL behind it.
+    query_rows:   rows that run_query shows.
+    cell_chars:   characters of a cell that are shown.
+    max_bytes:    UTF-8 bytes of a result's text.
+    memory_bytes: memory of the SQL behind it.
+    max_length:   bytes of a string, a BLOB or a row that the SQL may build.
+    """
+
+    seconds: float = 5.0
+    query_rows: int = 5
+    cell_chars: int = 200
+    max_bytes: int = 8_000
+    memory_bytes: int = 256 << 20
+    max_length: int = 8 << 20
+
+
+_DEFAULT_LIMITS = ToolLimits()
+
+
+class _BadName(Exception):
+    """A table or column that doesn't exist; the message is for the model."""
+
+
+class ToolExecutor:
+    """The tools over one database. Cheap to make: one an episode; processes and schemas are shared."""
+
+    def __init__(self, database: Database, sandbox: Sandbox, limits: ToolLimits = _DEFAULT_LIMITS) -> None:
+        self.database = database
+        self._sandbox = sandbox
+        self._limits = limits
+
+    @property
+    def schema(self) -> Schema:
+        """The database's schema. SetupError when it can't be read."""
+        return read_schema(self.database, self._sandbox)
+
+    def ddl(self) -> str:
+        """All CREATE statements in creation order, for the mode that shows the schema at once."""
+        return self.schema.ddl
+
+    def call(self, call: Call | BadCall) -> ToolResult:
+        """Run one call. SetupError when the database or the sandbox fails; never for what the call says."""
+        started = time.perf_counter()
+        if isinstance(call, BadCall):
+            return self._result(call.tool or "", "bad_call", f"Error: {call.message}", started)
+        try:
+            return _HANDLERS[call.tool](self, call, started)
+        except _BadName as error:
+            return self._result(call.tool, "bad_call", f"Error: {error}", started)
+
+    def _result(
+        self,
+        tool: str,
+        outcome: Any,
+        text: str,
+        started: float,
+        *,
+        query: QueryResult | None = None,
+        notes: Iterable[str] = (),
+    ) -> ToolResult:
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        shown = cut_text(text, self._limits.max_bytes)
+        notes = [*notes, *(["cut"] if shown != text else [])]
+        columns, rows = (query.columns, query.rows) if query is not None else ((), [])
+        return ToolResult(tool, outcome, shown, columns, rows, time.perf_counter() - started, tuple(notes))
+
+    def _list_tables(self, call: Call, started: float) -> ToolResult:
+        tables = self.schema.tables
+        lines = [_one_line(t.name) + (" (view)" if t.kind == "view" else "") for t in tables]
+        return self._result(call.tool, "ok", "\n".join(lines) or "(the database has no tables)", started)
+
+    def _describe_table(self, call: Call, started: float) -> ToolResult:
+        table = self._table(call.args["table_name"])
+        text = create_text(table) or f"{show(table.name)} has no CREATE statement"
+        if table.error is not None:
+            text += f"\n(it cannot be queried: {table.error})"
+        return self._result(call.tool, "ok", text, started)
+
+    def _foreign_keys(self, call: Call, started: float) -> ToolResult:
+        table, schema = self._table(call.args["table_name"]), self.schema
+        keys = [*table.foreign_keys]
+        keys += [key for key in schema.references.get(table.name, ()) if key not in keys]
+        if not keys:
+            guesses = [key for key in inferred_keys(schema) if table.name in (key.table, key.target)]
+            lines = ["(no foreign key is declared)", *map(str, guesses[:20])]
+            return self._result(call.tool, "ok", _one_line_each(lines), started)
+        return self._result(call.tool, "ok", _one_line_each(map(str, keys)), started)
+
+    def _join_path(self, call: Call, started: float) -> ToolResult:
+        schema = self.schema
+        ends = self._table(call.args["table_a"]), self._table(call.args["table_b"])
+        paths, more = find_join_paths(schema, *ends)
+        if not paths:
+            text = f"(no path of keys joins {show(ends[0].name)} and {show(ends[1].name)})"
+            return self._result(call.tool, "ok", _one_line(text), started)
+        lines = [render_path(path) for path in paths]
+        if more:
+            lines.append(f"... (showing {len(paths)} of several paths of this length)")
+        return self._result(call.tool, "ok", "\n".join(lines), started)
+
+    def _sample_rows(self, call: Call, started: float) -> ToolResult:
+        table = self._table(call.args["table_name"])
+        sql = f"SELECT * FROM {quote(table.name)}"
+        return self._run(call.tool, sql, call.args["limit"], "rows", started)
+
+    def _distinct_values(self, call: Call, started: float) -> ToolResult:
+        table = self._table(call.args["table_name"])
+        name = call.args["column_name"]
+        column = table.column(name)
+        if column is None:
+            near = near_names(name, (c.name for c in table.columns)) or [c.name for c in table.columns[:30]]
+            raise _BadName(f"{show(table.name)} has no column {_quoted(name)}; {_meant(near)}")
+        sql = f"SELECT DISTINCT {quote(column.name)} FROM {quote(table.name)}"
+        return self._run(call.tool, sql, call.args["limit"], "values", started)
+
+    def _run_query(self, call: Call, started: float) -> ToolResult:
+        return self._run(call.tool, call.args["sql"], self._limits.query_rows, "rows", started, from_model=True)
+
+    def _submit_sql(self, call: Call, started: float) -> ToolResult:
+        # Scoring is not a tool's business, and the text must stay whole: no cut here.
+        return ToolResult(call.tool, "submitted", call.args["sql"], seconds=time.perf_counter() - started)
+
+    def _run(
+        self, tool: str, sql: str, rows: int, things: str, started: float, *, from_model: bool = False
+    ) -> ToolResult:
+        limits = Limits(
+            seconds=self._limits.seconds,
+            max_rows=rows,
+            max_bytes=max(4 * self._limits.max_length, 1 << 20),
+            memory_bytes=self._limits.memory_bytes,
+            max_length=self._limits.max_length,
+        )
+        result = self._sandbox.query(self.database, sql, limits, check_names=from_model)
+        if result.outcome == "setup_error":
+            raise SetupError(result.message)
+        if result.outcome != "ok":
+            message = self._explain(result, sql) if from_model else result.message
+            prefix = "Refused" if result.outcome == "refused" else "Error"
+            return self._result(tool, result.outcome, f"{prefix}: {_one_line(message)}", started, query=result)
+        lines = [render_rows(result.columns, result.rows, self._limits.cell_chars)]
+        if not result.rows:
+            lines.append("(no rows)")
+        if result.truncated:
+            lines.append(f"... (showing first {len(result.rows)} {things}; more {things} exist)")
+        notes = [_one_line(note) for note in self._unmatched(result, sql)]
+        lines += [f"Note: {note}" for note in notes]
+        return self._result(tool, "ok", "\n".join(lines), started, query=result, notes=notes)
+
+    def _explain(self, result: QueryResult, sql: str) -> str:
+        """The engine's message, with near names when a name in the query is unknown."""
+        if result.outcome == "timeout" and "locked" not in result.message:
+            return f"the query took longer than {self._limits.seconds:g} s and was stopped"
+        match = _NO_SUCH.match(result.message)
+        if match is None:
+            return result.message
+        name = match[2].rsplit(".", 1)[-1].strip('"`[]')
+        near = near_names(name, self.schema.names) if match[1] == "table" else self._near_columns(name, sql)
+        return f"{result.message}; {_meant(near)}" if near else result.message
+
+    def _unmatched(self, result: QueryResult, sql: str) -> list[str]:
+        notes = []
+        for name, note in zip(result.unmatched, result.notes, strict=True):
+            near = self._near_columns(name, sql)
+            notes.append(f"{note}; {_meant(near)}" if near else note)
+        return notes
+
+    def _near_columns(self, name: str, sql: str) -> list[str]:
+        """Columns that `name` may have meant, of the tables whose names stand in the query (or of all)."""
+        words = {word.lower() for word in _WORD.findall(sql)}
+        tables = [t for t in self.schema.tables if set(map(str.lower, _WORD.findall(t.name))) <= words]
+        homes: dict[str, str] = {}
+        for table in tables or self.schema.tables:
+            for column in table.columns:
+                homes.setdefault(column.name, f"{show(table.name)}.{show(column.name)}")
+        return [homes[near] for near in near_names(name, homes)]
+
+    def _table(self, name: str) -> Table:
+        table = self.schema.table(name)
+        if table is None:
+            names = self.schema.names
+            near = near_names(name, names)
+            hint = _meant(near) if near else f"the tables are: {', '.join(map(show, names[:30]))}"
+            hint += " …" if not near and len(names) > 30 else ""
+            raise _BadName(f"there is no table {_quoted(name)}; {hint}")
+        return table
+
+
+def _meant(names: Iterable[str]) -> str:
+    return f"did you mean {', '.join(names)}?"
+
+
+def _quoted(name: str) -> str:
+    return f'"{name if len(name) <= 100 else name[:100] + "…"}"'
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()) if any(mark in text for mark in "\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029") else text
+
+
+def _one_line_each(lines: Iterable[str]) -> str:
+    return "\n".join(map(_one_line, lines))
+
+
+_HANDLERS: Mapping[str, Callable[[ToolExecutor, Call, float], ToolResult]] = {
+    "list_tables": ToolExecutor._list_tables,
+    "describe_table": ToolExecutor._describe_table,
+    "foreign_keys": ToolExecutor._foreign_keys,
+    "join_path": ToolExecutor._join_path,
+    "sample_rows": ToolExecutor._sample_rows,
+    "distinct_values": ToolExecutor._distinct_values,
+    "run_query": ToolExecutor._run_query,
+    SUBMIT: ToolExecutor._submit_sql,
+}
+if _HANDLERS.keys() != TOOLS.keys():  # pragma: no cover
+    raise RuntimeError(f"tools without a handler, or handlers without a tool: {_HANDLERS.keys() ^ TOOLS.keys()}")
