@@ -69,17 +69,12 @@ def paired_bootstrap(
     if len(deltas) == 0:
         raise ValueError("a bootstrap needs at least one question")
     values = np.asarray(deltas, dtype=np.float64)
-    if clusters is None:
-        sums, sizes, unit = values, np.ones(len(values)), "question"
-    else:
-        if len(clusters) != len(values):
-            raise ValueError(f"{len(values)} deltas but {len(clusters)} cluster labels")
-        index_of = {label: i for i, label in enumerate(dict.fromkeys(clusters))}
-        member = np.array([index_of[label] for label in clusters])
-        sums = np.bincount(member, weights=values)
-        sizes = np.bincount(member).astype(np.float64)
-        unit = "cluster"
-    n = len(sums)
+    labels: Sequence[Hashable] = range(len(values)) if clusters is None else clusters
+    if len(labels) != len(values):
+        raise ValueError(f"{len(values)} deltas but {len(labels)} cluster labels")
+    index_of = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    member = [index_of[label] for label in labels]
+    sums, sizes, n = np.bincount(member, weights=values), np.bincount(member), len(index_of)
     rng = np.random.default_rng(seed)
     means = np.empty(resamples)
     step = max(1, _CHUNK // n)
@@ -89,7 +84,7 @@ def paired_bootstrap(
         means[start:stop] = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
     tail = (1 - level) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(low), float(high), level, resamples, seed, unit, n)
+    return Interval(float(low), float(high), level, resamples, seed, "question" if clusters is None else "cluster", n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -1,0 +1,121 @@
+"""What one evaluation run is: from a YAML file, the command line, or both (the command line wins)."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shared.config import StrictModel, build_config, load_yaml
+from shared.engines.base import SamplingParams
+from shared.episode import EpisodeConfig, Mode
+from shared.errors import SetupError
+
+EngineName = Literal["hf", "gold", "canned"]
+SCRIPTED: tuple[EngineName, ...] = ("gold", "canned")
+
+
+class EvalConfig(StrictModel):
+    """Every setting of `python -m eval.run`. Names are those of the options, with `_` for `-`."""
+
+    out: Path
+    model: str | None = None
+    engine: EngineName = "hf"
+    benchmark: str | None = None
+    data: Path = Path("data")
+    questions: Path | None = None
+    databases: Path | None = None
+    db: tuple[str, ...] = ()
+    limit: int | None = Field(default=None, ge=1)
+    mode: Mode = "withheld"
+    seed: int = 0
+    turn: tuple[str, ...] = ()
+    turns: Path | None = None
+    temperature: float = Field(default=0.6, ge=0)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    top_k: int = Field(default=20, ge=0)
+    greedy: bool = False
+    max_turns: int = Field(default=6, ge=1)
+    max_new_tokens: int = Field(default=2048, ge=1)
+    max_tokens: int = Field(default=24_576, ge=1)
+    max_failed_queries: int = Field(default=4, ge=1)
+    max_calls_per_turn: int = Field(default=32, ge=1)
+    strict_format: bool = False
+    fallback: bool = True
+    query_seconds: float = Field(default=30.0, gt=0)
+    gold_seconds: float = Field(default=30.0, gt=0)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = None
+    concurrency: int = Field(default=64, ge=1)
+    workers: int = Field(default=2, ge=1)
+
+    def sampling(self) -> SamplingParams:
+        """The sampling of every turn; `greedy` overrides the rest."""
+        if self.greedy:
+            return SamplingParams(temperature=0.0, top_p=1.0, top_k=0)
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+    def episode(self) -> EpisodeConfig:
+        """The budgets of an episode. A script has no tokenizer (it counts bytes), so no token budget binds it."""
+        unbounded = self.engine in SCRIPTED
+        return EpisodeConfig(
+            mode=self.mode,
+            max_turns=self.max_turns,
+            max_new_tokens=1 << 30 if unbounded else self.max_new_tokens,
+            max_tokens=1 << 31 if unbounded else self.max_tokens,
+            max_failed_queries=self.max_failed_queries,
+            max_calls_per_turn=self.max_calls_per_turn,
+            strict_format=self.strict_format,
+            fallback=self.fallback,
+            sampling=self.sampling(),
+        )
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
+    """The config of a command line. SetupError for a value that a config would refuse as well."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.run",
+        description="Evaluate a model as a SQL agent. Run the same command again to resume an interrupted run.",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", type=Path, default=None, help="YAML file with any of these settings")
+    what = parser.add_argument_group("what is evaluated, on what")
+    what.add_argument("--model", help="model folder, or hub id that is in the local cache")
+    what.add_argument("--engine", choices=("hf", "gold", "canned"), help="hf (default), or a script without a model")
+    what.add_argument("--benchmark", help="bird, bird-mini, spider, kaggledbqa, sqale, or a name for --questions")
+    what.add_argument("--data", help="folder that holds the benchmarks (default: data)")
+    what.add_argument("--questions", help="questions JSON of your own (Spider or BIRD keys)")
+    what.add_argument("--databases", help="folder with <db_id>/<db_id>.sqlite for --questions")
+    what.add_argument("--db", action="append", metavar="DB_ID", help="only questions on this database (repeatable)")
+    what.add_argument("--limit", type=int, help="only the first N questions")
+    what.add_argument("--mode", choices=("full", "withheld"), help="schema shown, or to be explored (default)")
+    what.add_argument("--out", help="output folder; must be new, empty, or an unfinished run of the same settings")
+    what.add_argument("--turn", action="append", metavar="TEXT", help="what --engine canned says (repeatable)")
+    what.add_argument("--turns", metavar="FILE", help="JSON list of raw turn texts for --engine canned")
+    how = parser.add_argument_group("sampling and budgets")
+    how.add_argument("--seed", type=int, help="seed of all sampling (default 0)")
+    how.add_argument("--temperature", type=float, help="default 0.6")
+    how.add_argument("--top-p", type=float, help="default 0.95")
+    how.add_argument("--top-k", type=int, help="default 20")
+    how.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    how.add_argument("--max-turns", type=int, help="tool turns an episode (default 6)")
+    how.add_argument("--max-new-tokens", type=int, help="tokens a turn (default 2048)")
+    how.add_argument("--max-tokens", type=int, help="tokens an episode, prompt included (default 24576)")
+    how.add_argument("--max-failed-queries", type=int, help="failed queries in a row before the end (default 4)")
+    how.add_argument("--max-calls-per-turn", type=int, help="tool calls a turn (default 32)")
+    how.add_argument("--strict-format", action="store_true", help="refuse turns with anything beside calls")
+    how.add_argument("--no-fallback", dest="fallback", action="store_false", help="no answer from the last good query")
+    how.add_argument("--query-seconds", type=float, help="time limit of the scored query (default 30)")
+    how.add_argument("--gold-seconds", type=float, help="time limit of a gold query (default 30)")
+    where = parser.add_argument_group("resources")
+    where.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the checkpoint's")
+    where.add_argument("--device", help="default: the GPU where there is one")
+    where.add_argument("--concurrency", type=int, help="episodes in flight (default 64)")
+    where.add_argument("--workers", type=int, help="processes that execute SQL (default 2)")
+    given = vars(parser.parse_args(argv))
+    config_file = given.pop("config")
+    data: dict[str, Any] = load_yaml(config_file) if config_file is not None else {}
+    if "out" not in given and "out" not in data:
+        raise SetupError("no output folder: give one with --out")
+    return build_config({**data, **given}, EvalConfig, str(config_file or "command line"))

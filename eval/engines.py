@@ -1,0 +1,83 @@
+"""From `--engine` to a running engine, in two steps: everything that can be wrong first, the weights last."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eval.config import EvalConfig
+from eval.models import check_model_folder, model_sha256, resolve_model
+from shared.chat import ByteCodec, ChatCodec, TokenizerCodec
+from shared.engines.base import Engine
+from shared.engines.scripted import CannedEngine, GoldEngine
+from shared.errors import SetupError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An engine that is ready to be loaded. `sha256` is the identity of its weights, or of its script."""
+
+    codec: ChatCodec
+    sha256: str
+    load: Callable[[], Engine]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def prepare_engine(config: EvalConfig) -> Prepared:
+    """Check what the engine needs. Loads a tokenizer at most; SetupError says what is missing."""
+    if config.engine != "canned" and (config.turn or config.turns is not None):
+        raise SetupError("--turn and --turns belong to --engine canned")
+    if config.engine == "hf":
+        return _prepare_hf(config)
+    if config.model is not None:
+        raise SetupError(f"--engine {config.engine} follows a script and takes no --model: leave one of them out")
+    codec = ByteCodec()
+    if config.engine == "gold":
+        return Prepared(codec, "gold", lambda: GoldEngine(codec))
+    turns = canned_turns(config)
+    digest = hashlib.sha256(json.dumps(turns).encode()).hexdigest()
+    return Prepared(codec, digest, lambda: CannedEngine(codec, turns))
+
+
+def canned_turns(config: EvalConfig) -> list[str]:
+    """The texts a canned engine says: those of `--turn`, or of the `--turns` file. SetupError when there are none."""
+    if config.turns is None:
+        turns = list(config.turn)
+    elif config.turn:
+        raise SetupError("give either --turn or --turns, not both")
+    else:
+        turns = _read_turns(config.turns)
+    if not turns:
+        raise SetupError("--engine canned says nothing: give --turn TEXT, or --turns FILE with a JSON list of texts")
+    return turns
+
+
+def _read_turns(path: Path) -> list[str]:
+    try:
+        turns = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SetupError(f"turns file {path} does not exist: give a JSON list of texts") from None
+    except (OSError, ValueError) as error:
+        raise SetupError(f"turns file {path} is not a JSON list of texts: {error}") from None
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise SetupError(f"turns file {path} is not a JSON list of texts: mend it")
+    return turns
+
+
+def _prepare_hf(config: EvalConfig) -> Prepared:
+    if config.model is None:
+        raise SetupError("no model: give --model with a model folder, or --engine gold for the oracle")
+    folder = resolve_model(config.model)
+    check_model_folder(folder)
+    try:
+        from shared.engines import hf_load
+    except ImportError as error:
+        raise SetupError(f"--engine hf needs torch and transformers ({error}): pip install 'execplan[eval]'") from error
+    codec = TokenizerCodec(hf_load.load_tokenizer(folder))
+    sha256 = model_sha256(folder)
+
+    def load() -> Engine:
+        return hf_load.load_engine(folder, weights=sha256[:16], dtype=config.dtype, device=config.device)
+
+    return Prepared(codec, sha256, load, hf_load.library_versions())
