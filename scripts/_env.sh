@@ -45,7 +45,7 @@ make_env() {
     if [ -e "$venv/.making" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         # Not inside the local line: there, a failing find_python would go unnoticed.
         python="$(find_python)" || exit 2
-        echo "making .venv with $python and installing into it (about 3 minutes, once)"
+        echo "making .venv with $python and installing into it (about 3 minutes, once; progress in .venv/install.log)"
         rm -rf "$venv"
         mkdir "$venv"
         touch "$venv/.making"
@@ -55,8 +55,10 @@ make_env() {
         rm -f "$venv/.stamp"
         touch "$venv/.making"
     fi
-    (cd "$EXECPLAN_ROOT" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$EXECPLAN_EXTRAS]") ||
-        die "the installation failed; the lines above say why (a network or a package mirror is needed once), then start again"
+    if ! (cd "$EXECPLAN_ROOT" && "$venv/bin/python" -m pip install -e ".[$EXECPLAN_EXTRAS]" >"$venv/install.log" 2>&1); then
+        tail -n 15 "$venv/install.log" >&2
+        die "the installation failed, the lines above say why (a network or a package mirror is needed once); then start again"
+    fi
     fingerprint="$(env_fingerprint "$venv/bin/python")"
     echo "$fingerprint" >"$venv/.stamp"
     rm -f "$venv/.making"

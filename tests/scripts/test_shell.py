@@ -82,10 +82,12 @@ def test_a_failed_installation_is_said_and_not_taken_for_a_finished_one(checkout
     python = working_python(checkout)
     inner = checkout / "inner"
     good = inner.read_text()
-    inner.write_text(good.replace("exit 0;;\nesac", "exit 1;;\nesac"))
+    inner.write_text(good.replace("exit 0;;\nesac", "echo no such package; exit 1;;\nesac"))
     failed = ensure_env(checkout, python)
     assert failed.returncode == 2
-    assert failed.stderr.startswith("error: the installation failed")
+    reason, line = failed.stderr.splitlines()
+    assert reason == "no such package"
+    assert line.startswith("error: the installation failed")
     inner.write_text(good)
     assert ensure_env(checkout, python).returncode == 0
 
