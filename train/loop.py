@@ -2,14 +2,17 @@
 
 import copy
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from transformers.utils.logging import disable_progress_bar
 
 from shared.config import dump_config
+from shared.engines.base import Engine
 from shared.engines.hf import HFEngine
 from shared.episode import EpisodeRecord
 from shared.errors import SetupError
@@ -39,6 +42,21 @@ from train.stopping import StopFlag, StoppableEngine, StopRequested
 from train.trainer import Trainer
 
 
+class RolloutEngine(Engine, Protocol):
+    """An engine whose weights change between steps."""
+
+    def reset(self) -> None:
+        """Forget all requests and caches: what was computed under other weights must not be continued."""
+
+
+EngineFactory = Callable[[Policy, Trainer], RolloutEngine]
+
+
+def colocated_engine(policy: Policy, trainer: Trainer) -> RolloutEngine:
+    """The HF engine on the trainer's own model object: nothing to copy, and never out of date."""
+    return HFEngine(policy.model, weights=lambda: trainer.weights)
+
+
 @dataclass
 class Run:
     """Everything that lives while a run does; one on each rank."""
@@ -47,7 +65,7 @@ class Run:
     pool: Pool
     policy: Policy
     trainer: Trainer
-    engine: HFEngine
+    engine: RolloutEngine
     sandbox: Sandbox
     scorer: Scorer
     log: RunLog
@@ -78,8 +96,9 @@ class Run:
         return any(gather_object([self.stop.requested()]))
 
 
-def run_training(config: TrainConfig, pool: Pool, stop: StopFlag) -> int:
+def run_training(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: EngineFactory = colocated_engine) -> int:
     """Train from the start, or from the newest complete checkpoint in the run's folder; returns the exit code."""
+    disable_progress_bar()
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -118,7 +137,7 @@ def run_training(config: TrainConfig, pool: Pool, stop: StopFlag) -> int:
         f"{len(pool.examples):,} questions, {config.rollout.questions} x {config.rollout.candidates} episodes a step, "
         f"{accelerator.num_processes} rank(s) on {accelerator.device.type}, {platform.node()}"
     )
-    engine = HFEngine(policy.model, weights=lambda: trainer.weights)
+    engine = make_engine(policy, trainer)
     with Sandbox(config.rollout.sandbox_workers) as sandbox:
         scorer = Scorer(config, sandbox)
         run = Run(config, pool, policy, trainer, engine, sandbox, scorer, log, stop)

@@ -73,8 +73,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
     Masked-out values may be anything, NaN and infinity included.
     """
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    return kept.sum(-1) / mask.sum(-1).clamp(min=1)
+    return _only(mask, values).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def sequence_log_ratio(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -119,6 +118,8 @@ def grpo_loss(
     settings = settings or LossSettings()
     if n_episodes <= 0:
         raise ValueError("n_episodes must be positive: a step without usable episodes has no loss")
+    # What is masked out may be anything, NaN included: it must not reach a product, in value or in gradient.
+    logprobs, sampler_logprobs = _only(mask, logprobs), _only(mask, sampler_logprobs)
     n_tokens = mask.sum(-1)
     log_ratio = sequence_log_ratio(logprobs, sampler_logprobs, mask)
     # Without the ratio the value is 1 and the gradient that of log-probabilities: plain REINFORCE with a baseline.
@@ -131,12 +132,11 @@ def grpo_loss(
 
     kl_sum = torch.zeros_like(log_ratio)
     if reference_logprobs is not None:
-        per_token = torch.where(mask, k3(logprobs, reference_logprobs), torch.zeros_like(logprobs))
-        kl_sum = per_token.sum(-1)
+        kl_sum = k3(logprobs, _only(mask, reference_logprobs)).sum(-1)
         if kl_coefficient != 0.0:
             total = total + kl_coefficient * kl_sum.sum()
 
-    gap = torch.where(mask, (logprobs - sampler_logprobs).detach().abs(), torch.zeros_like(logprobs))
+    gap = (logprobs - sampler_logprobs).detach().abs()
     return LossOutput(
         loss=total / (settings.token_constant * n_episodes),
         log_ratio=log_ratio.detach(),
@@ -146,6 +146,11 @@ def grpo_loss(
         gap_max=gap.max() if gap.numel() else gap.new_zeros(()),
         n_tokens=n_tokens,
     )
+
+
+def _only(mask: Tensor, values: Tensor) -> Tensor:
+    """`values` where the mask is set, 0 without a gradient elsewhere."""
+    return torch.where(mask, values, torch.zeros_like(values))
 
 
 def _gradient_only(values: Tensor) -> Tensor:

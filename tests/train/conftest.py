@@ -1,5 +1,6 @@
 """A minimal random Qwen3.5 text model in the canonical 3:1 layout, with a byte tokenizer, as a model folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,14 @@ def tiny_model(seed: int = 0, std: float = 0.1) -> Qwen3_5ForCausalLM:
 
 
 @pytest.fixture
-def model() -> Qwen3_5ForCausalLM:
-    return tiny_model()
+def make_model() -> Callable[..., Qwen3_5ForCausalLM]:
+    """A fresh model for a seed; equal seeds give equal weights."""
+    return tiny_model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
