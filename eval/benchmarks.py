@@ -1,16 +1,15 @@
 """The benchmarks by name: where their files lie under the data folder, how they load, which rule scores them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from shared.data.bird import load_questions
-from shared.data.sqale import load_sqale
 
 from eval.config import EvalConfig
 from eval.scorers import bird, sqale
 from eval.scorers.base import Scores
-from shared.data.example import Example
+from shared.data.bird import read_questions
+from shared.data.example import Example, Loaded
+from shared.data.sqale import read_sqale
 from shared.errors import SetupError
 
 CUSTOM = "custom"
@@ -19,7 +18,7 @@ ScoreResults = Callable[..., Scores]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """`layouts` are (questions, databases) paths below the data folder, tried in order; for sqale (queries, schemas)."""
+    """`layouts` are (questions, databases) paths below the data folder, tried in order; sqale: (queries, schemas)."""
 
     layouts: tuple[tuple[str, str], ...]
     score_results: ScoreResults = bird.score_results
@@ -43,44 +42,55 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 
+_NAMES = ", ".join(BENCHMARKS)
+
+
 def scorer_of(benchmark: str) -> ScoreResults:
     """The rule that scores a benchmark; a name of the user's own is scored by BIRD's."""
     return BENCHMARKS[benchmark].score_results if benchmark in BENCHMARKS else bird.score_results
 
 
-def load_examples(config: EvalConfig) -> tuple[str, list[Example]]:
-    """The benchmark's name and its questions, filtered and limited as configured. SetupError when there are none."""
+@dataclass(frozen=True)
+class Questions:
+    """What a run asks: the benchmark's name, its questions, and how many were left out of it, by reason."""
+
+    benchmark: str
+    examples: list[Example]
+    left_out: Mapping[str, int]
+
+
+def load_benchmark(config: EvalConfig) -> Questions:
+    """The questions that the config names, filtered and limited. SetupError when there are none."""
     name = config.benchmark or CUSTOM
     if (config.questions is None) != (config.databases is None):
         raise SetupError("--questions and --databases belong together: give both")
     if config.questions is not None and config.databases is not None:
-        examples = _load(name, config.questions, config.databases, config.db)
+        loaded = _load(name, config.questions, config.databases, config)
+    elif config.benchmark is None:
+        raise SetupError(f"nothing to evaluate on: give --benchmark ({_NAMES}) or --questions and --databases")
+    elif name not in BENCHMARKS:
+        raise SetupError(f"unknown benchmark {name}: one of {_NAMES}, or give --questions and --databases")
     else:
-        if config.benchmark is None:
-            raise SetupError(
-                f"nothing to evaluate on: give --benchmark ({', '.join(BENCHMARKS)}) or --questions and --databases"
-            )
-        if name not in BENCHMARKS:
-            raise SetupError(
-                f"unknown benchmark {name}: one of {', '.join(BENCHMARKS)}, or give --questions and --databases"
-            )
-        questions, databases = _locate(name, config.data)
-        examples = _load(name, questions, databases, config.db)
-    if config.db:
-        known = {example.db_id for example in examples}
-        if missing := [db for db in config.db if db not in known]:
-            raise SetupError(f"no question of {name} is on database {missing[0]}: check --db")
-    examples = examples[: config.limit]
-    if not examples:
+        loaded = _load(name, *_locate(name, config.data), config)
+    known = {example.db_id for example in loaded.examples}
+    if missing := [db for db in config.db if db not in known]:
+        raise SetupError(f"no question of {name} is on database {missing[0]}: check --db")
+    if not loaded.examples:
         raise SetupError(f"{name} has no questions: check the file")
-    _check_unique(name, examples)
-    return name, examples
+    left_out = dict(loaded.skipped)
+    if config.limit is not None and config.limit < len(loaded.examples):
+        left_out["beyond --limit"] = len(loaded.examples) - config.limit
+    return Questions(name, loaded.examples[: config.limit], left_out)
 
 
-def _load(name: str, questions: Path, databases: Path, db_ids: Sequence[str]) -> list[Example]:
-    if name == "sqale":
-        return [e for e in load_sqale(str(questions), str(databases)) if not db_ids or e.db_id in db_ids]
-    return list(load_questions(questions, databases, name, db_ids=db_ids))
+def _load(name: str, questions: Path, databases: Path, config: EvalConfig) -> Loaded:
+    if name != "sqale":
+        return read_questions(questions, databases, name, db_ids=config.db, present_only=config.present_only)
+    loaded = read_sqale(str(questions), str(databases), split=config.split, phrasing=config.phrasing)
+    if not config.db:
+        return loaded
+    kept = [example for example in loaded.examples if example.db_id in config.db]
+    return Loaded(kept, {**loaded.skipped, "on other databases": len(loaded.examples) - len(kept)})
 
 
 def _locate(name: str, data: Path) -> tuple[Path, Path]:
@@ -90,11 +100,3 @@ def _locate(name: str, data: Path) -> tuple[Path, Path]:
             return questions, databases
     questions, databases = layouts[0]
     raise SetupError(f"benchmark {name} is not under {data}: put it at {questions} and {databases}, or give --data")
-
-
-def _check_unique(name: str, examples: Sequence[Example]) -> None:
-    seen: set[str] = set()
-    for example in examples:
-        if example.question_id in seen:
-            raise SetupError(f"{name} has two questions with id {example.question_id}: ids must be unique")
-        seen.add(example.question_id)

@@ -27,6 +27,9 @@ class EvalConfig(StrictModel):
     questions: Path | None = None
     databases: Path | None = None
     db: tuple[str, ...] = ()
+    present_only: bool = False
+    split: str = "test"
+    phrasing: str = "verbose"
     limit: int | None = Field(default=None, ge=1)
     mode: Mode = "withheld"
     seed: int = 0
@@ -88,6 +91,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     what.add_argument("--questions", help="questions JSON of your own (Spider or BIRD keys)")
     what.add_argument("--databases", help="folder with <db_id>/<db_id>.sqlite for --questions")
     what.add_argument("--db", action="append", metavar="DB_ID", help="only questions on this database (repeatable)")
+    what.add_argument("--present-only", action="store_true", help="leave out questions whose database is not there")
+    what.add_argument("--split", help="split of sqale (default test)")
+    what.add_argument("--phrasing", help="phrasing of sqale's questions (default verbose)")
     what.add_argument("--limit", type=int, help="only the first N questions")
     what.add_argument("--mode", choices=("full", "withheld"), help="schema shown, or to be explored (default)")
     what.add_argument("--out", help="output folder; must be new, empty, or an unfinished run of the same settings")

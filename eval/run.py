@@ -15,7 +15,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from eval.benchmarks import ScoreResults, load_examples, scorer_of
+from eval.benchmarks import ScoreResults, load_benchmark, scorer_of
 from eval.config import EvalConfig, parse_arguments
 from eval.engines import Prepared, prepare_engine
 from eval.gold import EXCLUSION_RULE, GoldBook, describe
@@ -138,7 +138,8 @@ class Judge:
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """Run the evaluation that `config` describes and return its summary. SetupError for anything the user can mend."""
-    benchmark, examples = load_examples(config)
+    questions = load_benchmark(config)
+    benchmark, examples = questions.benchmark, questions.examples
     prepared = prepare_engine(config)
     identity = run_identity(config, benchmark, examples, prepared)
     folder = RunFolder(config.out, identity)
@@ -149,11 +150,18 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         golds = GoldBook(sandbox, Limits(seconds=config.gold_seconds))
         with progress.stage("gold queries", GoldBook.count(waiting)) as stage:
             golds.prepare(waiting, config.workers, stage.advance)
+        for reason, count in questions.left_out.items():
+            progress.note(f"{count} questions left out: {reason}")
         if done:
             progress.note(f"resuming: {len(done)} of {len(examples)} episodes are done")
         progress.note("loading the model" if config.engine == "hf" else f"engine: {config.engine}")
         engine = prepared.load() if waiting else None
-        folder.open({"resources": {"concurrency": config.concurrency, "workers": config.workers}})
+        folder.open(
+            {
+                "left_out": dict(questions.left_out),
+                "resources": {"concurrency": config.concurrency, "workers": config.workers},
+            }
+        )
         judge = Judge(config, sandbox, golds, scorer_of(benchmark))
         try:
             if engine is not None:
