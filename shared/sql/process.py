@@ -35,8 +35,8 @@ class WorkerTimeout(Exception):
 class WorkerProcess:
     """One worker. Not thread-safe: `Sandbox` lends it to one call at a time."""
 
-    def __init__(self, key: str) -> None:
-        """Start the process (it gets ready by itself). `key` names the database it is started for."""
+    def __init__(self, key: str, directory: Path) -> None:
+        """Start the process in `directory` (it gets ready by itself). `key` names the database it is for."""
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class WorkerProcess:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                cwd="/",
+                cwd=directory,
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             )
         except OSError as error:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
@@ -82,10 +83,12 @@ class Sandbox:
     it is run again in the time it has left: queries only read, so nobody notices.
     """
 
-    def __init__(self, workers: int = 1) -> None:
+    def __init__(self, workers: int = 1, directory: Path = Path("/")) -> None:
+        """`directory` is where a relative path in SQL would lead, were one ever followed."""
         if workers < 1:
             raise SetupError(f"a sandbox needs at least 1 worker, not {workers}")
         self.workers = workers
+        self._directory = directory
         self._changed = threading.Condition()
         self._reset()
 
@@ -235,7 +238,7 @@ class Sandbox:
                     break
                 self._changed.wait()
         try:
-            return WorkerProcess(key)
+            return WorkerProcess(key, self._directory)
         except BaseException:
             with self._changed:
                 self._started -= 1

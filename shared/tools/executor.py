@@ -39,7 +39,7 @@ class ToolLimits:
     cell_chars: int = 200
     max_bytes: int = 8_000
     memory_bytes: int = 256 << 20
-    max_length: int = 8 << 20
+    max_length: int = 4 << 20
 
 
 _DEFAULT_LIMITS = ToolLimits()
@@ -154,7 +154,7 @@ class ToolExecutor:
         limits = Limits(
             seconds=self._limits.seconds,
             max_rows=rows,
-            max_bytes=max(4 * self._limits.max_length, 1 << 20),
+            max_bytes=2 * self._limits.max_length,
             memory_bytes=self._limits.memory_bytes,
             max_length=self._limits.max_length,
         )
