@@ -99,7 +99,8 @@ class HFEngine:
     def step(self) -> list[Completion]:
         """Feed one token to every active row (after admitting what waits); return what finished."""
         was_training = self.model.training
-        self.model.eval()
+        if was_training:
+            self.model.eval()
         try:
             self._done = []
             self._admit()
@@ -109,7 +110,8 @@ class HFEngine:
                 self._feed_one()
             return self._done
         finally:
-            self.model.train(was_training)
+            if was_training:
+                self.model.train()
 
     # ---- who is in the batch
 
