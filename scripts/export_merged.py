@@ -134,7 +134,8 @@ def _totals(rows: Sequence[TensorRow]) -> dict[str, object]:
 
 
 def _print_summary(console: Console, plan: ExportPlan, rows: Sequence[TensorRow], out: Path, *, verified: bool) -> None:
-    table = Table("from", "tensors", "parameters", "dtypes", "differ from the base", "largest change")
+    table = Table("from", "tensors", "parameters", "dtypes", "changed", "by at most")
+    table.columns[2].no_wrap = True
     for origin, group in _by_origin(rows).items():
         totals = _totals(group)
         dtypes = ", ".join(f"{dtype} {count}" for dtype, count in totals["dtypes"].items())  # type: ignore[attr-defined]
