@@ -207,7 +207,7 @@ def _rows(package: Any, source: str, split: str, columns: tuple[str, ...]) -> It
 
 
 def _check_split(path: Path, split: str) -> None:
-    """SetupError when a folder has files of other splits only: the package would take them for files without a split."""
+    """SetupError when a folder has other splits only: the package would take their files for unsplit ones."""
     names = [file.name for suffix in ("parquet", "arrow", "jsonl") for file in path.rglob(f"*.{suffix}")]
     splits = {name.partition(".")[0].partition("-")[0] for name in names}
     if split not in splits and (others := sorted(splits & _SPLITS)):

@@ -96,7 +96,7 @@ class _Scan:
     blocks: int = 0  # reasoning blocks closed so far
     thoughts: list[tuple[int, int]] = field(default_factory=list)  # where the reasoning stands in the text
     calls: list[Call | BadCall] = field(default_factory=list)  # those kept
-    found: int = 0  # all calls seen, kept or not
+    found: int = 0  # all calls seen outside the first block, kept or not
     noise: bool = False  # something beside calls was seen
     answer_start: int = 0  # where the text after the last reasoning begins
 
@@ -140,8 +140,9 @@ def _scan(text: str, max_calls: int) -> _Scan:
         if match.group() == OPEN:
             scan.open = True
             at = match.end()
-        elif match.group() == CLOSE:  # all before it was reasoning
-            scan.noise = scan.blocks > 0 or scan.found > 0
+        elif match.group() == CLOSE:  # all before it was reasoning: as usual at first, noteworthy after a block
+            scan.noise = scan.blocks > 0
+            scan.found = scan.found if scan.blocks else 0
             scan.calls.clear()
             scan.thoughts = [(0, here)]
             scan.blocks += 1

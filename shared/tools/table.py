@@ -130,7 +130,7 @@ class ParsedTurn:
     - `clean`: after the reasoning came well-formed JSON call objects and nothing else.
     - `problem`: why there is nothing to run ("unclean" only under strict_format), else None.
     - `dropped`: calls that were seen and are not in `calls`: after a submit_sql, beyond max_calls, in an
-      unclean turn under strict_format, or overtaken by a later </think>.
+      unclean turn under strict_format, or between a reasoning block and a later `</think>`.
     """
 
     think: str | None
