@@ -38,9 +38,10 @@ class ModelConfig(StrictModel):
 class DataConfig(StrictModel):
     """Where the pool of training questions comes from.
 
-    benchmark "sqale": `queries` and `schemas` (hub ids or local folders) joined by the sqale package; "questions":
-    `questions` (a JSON file with Spider's or BIRD's keys) over `databases`/<db_id>/<db_id>.sqlite; "toy": the seeded
-    generator, `toy_databases` databases with `toy_questions` questions, written to the run's folder.
+    benchmark "sqale": `queries` and `schemas` (hub ids or local folders) joined by the sqale package, asked in one
+    `phrasing` of its styles ("any": the first usable). "questions": `questions` (a JSON file with Spider's or BIRD's
+    keys) over `databases`/<db_id>/<db_id>.sqlite. "toy": the seeded generator, `toy_databases` databases with
+    `toy_questions` questions, written to the run's folder.
     difficulties: keep only these (empty: all). limit: first n of the pool (0: all). empty_gold: whether a
     question with an empty gold result may be drawn: any query that returns nothing would be right.
     """
@@ -49,6 +50,7 @@ class DataConfig(StrictModel):
     queries: str | None = None
     schemas: str | None = None
     split: str = "train"
+    phrasing: str = "verbose"
     questions: Path | None = None
     databases: Path | None = None
     toy_databases: PositiveInt = 40

@@ -11,13 +11,18 @@ every rank draws the same list, and nothing needs saving.
     python -m train.curriculum --config configs/grpo_curriculum.yaml [--plot FILE.png]
 """
 
+import argparse
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from shared.cli import run_main
 from shared.errors import SetupError
 
 Floats = NDArray[np.float32]
@@ -99,3 +104,34 @@ def expected_quantile(quantiles: Floats, step: int, settings: CurriculumSettings
     """Mean quantile of the step's distribution (of the first draw)."""
     weights = np.exp(log_weights(quantiles, step, settings).astype(np.float64))
     return float((weights * quantiles).sum() / weights.sum())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print (and with --plot draw) how a config's pool is weighted over the steps."""
+    # Imported here: the formulas above need neither the data loaders nor the config.
+    from rich.console import Console
+
+    from train.config import load_train_config
+    from train.curriculum_report import checkpoints_of, plot, weight_table
+    from train.pool import load_pool
+
+    parser = argparse.ArgumentParser(prog="python -m train.curriculum", description=main.__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="a YAML file; see configs/")
+    parser.add_argument("--plot", type=Path, help="write a picture there")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args(argv)
+    config = load_train_config(arguments.config, arguments.overrides)
+    settings = CurriculumSettings(config.curriculum.enabled, config.curriculum.ramp_steps, config.curriculum.k)
+    with tempfile.TemporaryDirectory() as scratch:
+        pool = load_pool(config.data, Path(scratch), config.seed)
+    n = min(config.rollout.questions, len(pool.lengths))
+    steps = checkpoints_of(config.steps, settings)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(weight_table(pool.quantiles, pool.lengths, steps, settings, n, config.seed))
+    if arguments.plot is not None:
+        plot(arguments.plot, pool.quantiles, steps, settings)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

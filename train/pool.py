@@ -83,4 +83,11 @@ def _load(config: DataConfig, output: Path, seed: int) -> Sequence[Example]:
 
     assert config.queries is not None
     assert config.schemas is not None
-    return load_sqale(config.queries, config.schemas, split=config.split)
+    return load_sqale(
+        config.queries,
+        config.schemas,
+        split=config.split,
+        phrasing=config.phrasing,
+        difficulties=config.difficulties,
+        limit=config.limit or None,
+    )

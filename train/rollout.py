@@ -84,7 +84,7 @@ class Scorer:
         self._config = config
         self._sandbox = sandbox
         self._limits = Limits(seconds=config.rollout.query_seconds, max_bytes=SCORING_BYTES)
-        self._golds: OrderedDict[tuple[str, str], Gold | str] = OrderedDict()
+        self._golds: OrderedDict[str, Gold | str] = OrderedDict()
 
     def rows(self, database: Database, sql: str | None) -> Rows | None:
         """The complete result of a query, or None when there is no query or it did not run to one."""
@@ -97,7 +97,7 @@ class Scorer:
 
     def gold(self, example: Example) -> Gold | str:
         """The gold result, or in one word why the question cannot be trained on: "gold_fails" or "gold_empty"."""
-        key = (example.database.content_hash, example.gold_sql)
+        key = example.question_id
         if key not in self._golds:
             rows = self.rows(example.database, example.gold_sql)
             if rows is None:

@@ -50,7 +50,9 @@ def _parse(sql: str) -> exp.Expression | None:
     if len(sql) > MAX_CHARACTERS:
         return None
     try:
-        statements = [s for s in sqlglot.parse(sql, read="sqlite") if s is not None and not isinstance(s, exp.Semicolon)]
+        statements = [
+            s for s in sqlglot.parse(sql, read="sqlite") if s is not None and not isinstance(s, exp.Semicolon)
+        ]
     except Exception:
         return None
     if len(statements) != 1:
@@ -102,7 +104,7 @@ def _equated_columns(scope: Scope, sources: dict[str, str]) -> set[tuple[str, st
         outer = outer.parent
     for node in scope.find_all(exp.EQ):
         left, right = node.left, node.right
-        if isinstance(left, exp.Column) and isinstance(right, exp.Column) and left.table != right.table:
+        if isinstance(left, exp.Column) and isinstance(right, exp.Column) and left.table.lower() != right.table.lower():
             found.add(_pair(_column_name(left, visible), _column_name(right, visible)))
     order = list(sources)
     for join in scope.find_all(exp.Join):

@@ -1,8 +1,8 @@
 """Loss and gradients against TRL's GRPOTrainer on the same batch, where the two formulas coincide.
 
 They do with loss_type dr_grpo (sum over tokens / (episodes x max_completion_length)), max_completion_length 1024,
-importance_sampling_level sequence, the sampler's log-probabilities passed as the old ones, and k3 as it is (TRL by default
-multiplies it by the ratio, which is not the recipe's formula).
+importance_sampling_level sequence, the sampler's log-probabilities passed as the old ones, and k3 as it is (TRL by
+default multiplies it by the ratio, which is not the recipe's formula).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ PROMPT, COMPLETION, BETA = 5, 24, 0.04
 
 
 def _batch(policy: LogprobModel, seed: int) -> tuple[MicroBatch, torch.Tensor]:
-    """Six episodes of prompt, sampled tokens and tool tokens; sampler log-probs near the policy's; and reference ones."""
+    """Six episodes of prompt, sampled and tool tokens; sampler log-probs near the policy's; reference ones."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 256, (6, PROMPT + COMPLETION), generator=generator)
     lengths = torch.tensor([24, 20, 24, 7, 15, 1])

@@ -1,0 +1,53 @@
+"""The pool's weight by quantile over the steps, as a table and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from shared.errors import SetupError
+from train.curriculum import CurriculumSettings, Floats, draw, expected_quantile, weight_by_quantile
+
+
+def checkpoints_of(steps: int, settings: CurriculumSettings, rows: int = 9) -> list[int]:
+    """Steps worth a row: evenly spread over the ramp (or over the run where that is shorter), and the last one."""
+    end = min(settings.ramp_steps, max(steps - 1, 1)) if settings.enabled else 0
+    return sorted({round(i * end / max(rows - 1, 1)) for i in range(rows)} | {max(steps - 1, 0)})
+
+
+def weight_table(
+    quantiles: Floats, lengths: Sequence[int], steps: Sequence[int], settings: CurriculumSettings, n: int, seed: int
+) -> Table:
+    """One row a step: share of the weight in each tenth of the pool, mean quantile expected, and of the n drawn."""
+    table = Table(title=f"{len(lengths):,} questions, gold length {min(lengths)} to {max(lengths)} tokens")
+    for name in ("step", *(f"{10 * i}-{10 * i + 10}%" for i in range(10)), "mean q", "drawn q", "drawn tokens"):
+        table.add_column(name, justify="right")
+    for step in steps:
+        mass = weight_by_quantile(quantiles, step, settings)
+        drawn = draw(quantiles, n, seed=seed, step=step, settings=settings)
+        tokens = sum(lengths[i] for i in drawn) / n
+        table.add_row(
+            str(step),
+            *(f"{100 * share:.1f}" for share in mass),
+            f"{expected_quantile(quantiles, step, settings):.3f}",
+            f"{quantiles[drawn].mean():.3f}",
+            f"{tokens:.1f}",
+        )
+    return table
+
+
+def plot(path: Path, quantiles: Floats, steps: Sequence[int], settings: CurriculumSettings) -> None:
+    """Draw the same shares as lines over the steps. SetupError without matplotlib, which is not a dependency."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SetupError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(8, 5))
+    axes = figure.add_subplot()
+    shares = [weight_by_quantile(quantiles, step, settings) for step in steps]
+    for tenth in range(10):
+        label = f"{10 * tenth}-{10 * tenth + 10}%"
+        axes.plot(steps, [share[tenth] for share in shares], label=label, color=(tenth / 9, 0.3, 1 - tenth / 9))
+    axes.set(xlabel="step", ylabel="share of the weight", title="weight by quantile of gold length")
+    axes.legend(fontsize="small")
+    figure.savefig(path)
