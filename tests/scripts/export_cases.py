@@ -51,7 +51,7 @@ def write_base(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}, "text_config": {}}
     (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n\n")
-    (folder / "generation_config.json").write_text('{"eos_token_id": 4, "top_k": 20}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 4, "do_sample": true, "top_k": 20}')
     for name in ("tokenizer_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
         (folder / name).write_text(f'{{"_": "{name}"}}')
     (folder / "chat_template.jinja").write_text("{{ messages }}<think>\n")
