@@ -42,7 +42,7 @@ def execute(sandbox: Sandbox, database: Database, sql: str, limits: Limits) -> Q
         return QueryResult("ok")
     result = sandbox.query(database, sql, limits)
     if result.outcome == "setup_error":
-        raise SetupError(f"database {database.db_id}: {result.message}")
+        raise SetupError(result.message)
     return result
 
 

@@ -13,7 +13,8 @@ from shared.sql.sandbox import BadText
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "results_cases.jsonl").read_text().splitlines()]
 
-cells = st.one_of(st.none(), st.integers(-3, 3), st.sampled_from([0.0, 1.0, 0.5, float("inf")]), st.text("ab", max_size=2))
+floats = st.sampled_from([0.0, 1.0, 0.5, float("inf")])
+cells = st.one_of(st.none(), st.integers(-3, 3), floats, st.text("ab", max_size=2))
 results = st.integers(1, 3).flatmap(lambda width: st.lists(st.tuples(*[cells] * width), max_size=6))
 
 
