@@ -227,6 +227,7 @@ def _one_step(run: Run, step: int) -> bool:
         | figures
         | {f"seconds_{name}": value for name, value in watch.seconds.items()}
         | {"seconds": seconds, "tokens_per_second": sums["sampled_tokens"] / max(seconds, 1e-9)}
+        | {"questions": [question.example.question_id for question in questions]}
         | {"skipped": dict(skipped), "weights": run.trainer.weights}
     )
     every = config.sample_episodes_every

@@ -76,7 +76,9 @@ def test_nothing_raises_or_takes_long(sql: str) -> None:
 
 @given(
     st.text(max_size=80)
-    | st.lists(st.sampled_from("SELECT FROM JOIN ON ( ) a b . , = USING * 1 'x".split())).map(" ".join)
+    | st.lists(
+        st.sampled_from(["SELECT", "FROM", "JOIN", "ON", "(", ")", "a", "b", ".", ",", "=", "USING", "*", "1", "'x"])
+    ).map(" ".join)
 )
 def test_any_text_is_answered(sql: str) -> None:
     assert gold_length(sql) >= 0

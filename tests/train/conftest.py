@@ -1,13 +1,16 @@
-"""A minimal random Qwen3.5 text model in the canonical 3:1 layout, with a byte tokenizer, as a model folder."""
+"""A minimal random Qwen3.5 text model in the canonical 3:1 layout, with a small tokenizer, as a model folder."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from shared.tools.protocol import EXEC_PLAN_TOOL_INSTRUCTIONS
+
+VOCABULARY = 1000
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_response>", "</tool_response>"]
 
 TEMPLATE = (
@@ -17,10 +20,16 @@ TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    """Bytes, and merges learned from the system prompt alone, so that the prompt is short."""
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([EXEC_PLAN_TOOL_INSTRUCTIONS], trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     wrapped.add_special_tokens({"additional_special_tokens": SPECIAL})
     wrapped.chat_template = TEMPLATE
@@ -29,7 +38,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(seed: int = 0, std: float = 0.1) -> Qwen3_5ForCausalLM:
     config = Qwen3_5TextConfig(
-        vocab_size=264,
+        vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from shared.database import Database
 from shared.data.example import Example
+from shared.database import Database
 from shared.errors import SetupError
 from train import curriculum
 from train.curriculum import (
@@ -60,7 +61,7 @@ def test_quantile_ranks_follow_the_lengths_and_nothing_else(lengths: list[int]) 
 def test_the_mean_quantile_rises_from_short_to_long_and_stays() -> None:
     q = quantile_ranks(np.arange(10_001))
     means = [expected_quantile(q, step, RECIPE) for step in range(0, 601, 50)]
-    assert all(a < b for a, b in zip(means[:8], means[1:9], strict=True))
+    assert all(a < b for a, b in pairwise(means[:9]))
     assert means[8:] == [means[8]] * 5
     assert means[4] == pytest.approx(0.5, abs=1e-6)
     # Uniform q with weight exp(-2 (2q - 1)): 1/2 (1 - (coth 2 - 1/2)).

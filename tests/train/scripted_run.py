@@ -1,0 +1,129 @@
+"""A GRPO run whose episodes follow a script: the loop, the trainer and the files are real, the sampling is not.
+
+As a program (`python scripted_run.py FOLDER key=value …`) it is what the tests kill and resume.
+"""
+
+import json
+import sqlite3
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from shared.config import build_config, parse_overrides
+from shared.data.example import Example
+from shared.database import Database
+from shared.engines.base import Completion, Request
+from train.batch import TrainRow
+from train.config import TrainConfig
+from train.loop import run_training
+from train.model import Policy
+from train.pool import Pool, build_pool
+from train.stopping import StopFlag
+from train.trainer import Trainer
+
+
+class ScriptedPolicy:
+    """Says, by the request's seed, a right, a wrong, a failing or no answer; log-probs are the trainer's own plus `gap`."""
+
+    def __init__(self, policy: Policy, trainer: Trainer, gap: float = 0.0, weights: str = "") -> None:
+        self.policy, self.trainer, self.gap, self.weights = policy, trainer, gap, weights
+        self.queue: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        self.queue.append(request)
+
+    def step(self) -> list[Completion]:
+        queue, self.queue = self.queue, []
+        turns = [self.policy.codec.turn_ids(self._text(request)) for request in queue]
+        rows = [
+            TrainRow(
+                [*r.prompt_ids, *ids],
+                [0] * len(r.prompt_ids) + [1] * len(ids),
+                [0.0] * (len(r.prompt_ids) + len(ids)),
+                0.0,
+            )
+            for r, ids in zip(queue, turns, strict=True)
+        ]
+        values = [row.tolist() for row in self.trainer.logprobs(rows)]
+        weights = self.weights or self.trainer.weights
+        return [
+            Completion(r.request_id, tuple(ids), tuple(v + self.gap for v in value[-len(ids) :]), "stop", weights)
+            for r, ids, value in zip(queue, turns, values, strict=True)
+        ]
+
+    def _text(self, request: Request) -> str:
+        example: Example = request.context["example"]
+        if request.context["turn"] == 0 and request.params.seed % 3:
+            return 'look</think>{"tool": "list_tables"}'
+        choice = request.params.seed % 5
+        if choice == 4:
+            return "I cannot"
+        sql = [example.gold_sql, example.gold_sql, "SELECT id FROM item", "SELECT nothing FROM nowhere"][choice]
+        return "so</think>" + json.dumps({"tool": "submit_sql", "args": {"sql": sql}})
+
+    def has_work(self) -> bool:
+        return bool(self.queue)
+
+    def end_session(self, session: str) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.queue = []
+
+    def close(self) -> None:
+        pass
+
+
+def shop_pool(folder: Path, n: int = 24) -> Pool:
+    """Questions of rising gold length over one small database; some golds are equal in length, one is empty."""
+    path = folder / "shop.sqlite"
+    if not path.exists():
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE item (id INTEGER PRIMARY KEY, name TEXT, price REAL)")
+            connection.executemany(
+                "INSERT INTO item VALUES (?, ?, ?)", [(1, "ant", 1.5), (2, "bee", 2.25), (3, None, 3)]
+            )
+    database = Database("shop", path=path)
+    golds = [f"SELECT name FROM item WHERE id > 0{' AND id < 9' * (i // 2)}" for i in range(n - 1)]
+    golds.append("SELECT name FROM item WHERE id > 9")
+    return build_pool([Example(f"q{i:02}", "shop", f"question {i}?", sql, database) for i, sql in enumerate(golds)])
+
+
+def make_config(folder: Path, model: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A small run on the CPU; `overrides` as on the command line."""
+    data: dict[str, object] = {
+        "output": str(folder / "run"),
+        "steps": 5,
+        "device": "cpu",
+        "sample_episodes_every": 2,
+        "model": {"path": str(model)},
+        "data": {"benchmark": "toy"},
+        "rollout": {"questions": 6, "candidates": 4, "max_turns": 2, "max_tokens": 8000, "max_new_tokens": 300},
+        "curriculum": {"ramp_steps": 4},
+        "optimizer": {"lr": 1e-3},
+        "checkpoint": {"every": 2},
+    }
+    for key, value in parse_overrides(overrides, {}).items():
+        *sections, last = key.split(".")
+        target = data
+        for section in sections:
+            target = target.setdefault(section, {})  # type: ignore[assignment]
+        target[last] = value
+    return build_config(data, TrainConfig, "test")
+
+
+def run(config: TrainConfig, folder: Path, gap: float = 0.0, weights: str = "") -> int:
+    """Train (or continue) with the scripted policy; the exit code."""
+    stop = StopFlag(config.output)
+    with stop.installed():
+        return run_training(
+            config, shop_pool(folder), stop, lambda policy, trainer: ScriptedPolicy(policy, trainer, gap, weights)
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    target = Path(sys.argv[1])
+    sys.exit(run(make_config(target, Path(sys.argv[2]), sys.argv[3:]), target))
