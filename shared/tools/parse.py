@@ -21,7 +21,7 @@ from shared.tools.table import SUBMIT, BadCall, Call, ParsedTurn, Problem
 from shared.tools.validate import DECODER, bad_call, is_utf8, validate_call
 
 _MAX_FINAL_CALLS = 32
-MAX_DEPTH = 16  # a call has two levels; the bound keeps the verdict independent of Python's recursion limit
+MAX_DEPTH = 8  # a call has two levels; the bound keeps the verdict independent of Python's recursion limit
 OPEN, CLOSE = "<think>", "</think>"
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
