@@ -6,7 +6,6 @@ is `meta.isolated_readonly` where a case has one; `--parity upstream` runs them 
 do, and expects `expected`. Prints the misses and agreed/total; exit code 1 on any miss.
 """
 
-import argparse
 import json
 import sqlite3
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any, Literal
 from eval.scorers import bird, spider2
 from eval.scorers.base import Scores
 from eval.scorers.parity import UpstreamRunner
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.database import Database
 from shared.errors import SetupError
 from shared.sql.sandbox import Limits, QueryResult, Sandbox
@@ -192,7 +191,7 @@ def check(cases: list[Case], parity: Parity = "isolated") -> Iterator[Miss | Non
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.check_cases", description="Run a file of scoring cases.")
+    parser = ArgumentParser(prog="python -m eval.check_cases", description="Run a file of scoring cases.")
     parser.add_argument("file", type=Path, help="JSONL, one case a line")
     parser.add_argument(
         "--parity", choices=("isolated", "upstream"), default="isolated", help="how queries are executed"

@@ -6,7 +6,6 @@ a paired bootstrap over questions (or over whole databases with --cluster databa
 either run excluded (gold failed, harness fault) are excluded from both and counted.
 """
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from eval.stats import (
     paired_bootstrap,
     smallest_significant_delta,
 )
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
 
 METRICS = ("official", "strict")
@@ -223,7 +222,7 @@ def _row(label: str, figures: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.compare", description="Compare two finished runs.")
+    parser = ArgumentParser(prog="python -m eval.compare", description="Compare two finished runs.")
     parser.add_argument("a", type=Path, help="output folder of run A (say, before)")
     parser.add_argument("b", type=Path, help="output folder of run B (say, after)")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")

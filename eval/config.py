@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from shared.cli import ArgumentParser
 from shared.config import StrictModel, build_config, load_yaml
 from shared.engines.base import SamplingParams
 from shared.episode import EpisodeConfig, Mode
-from shared.errors import SetupError
 
 EngineName = Literal["hf", "gold", "canned"]
 SCRIPTED: tuple[EngineName, ...] = ("gold", "canned")
@@ -19,7 +19,7 @@ SCRIPTED: tuple[EngineName, ...] = ("gold", "canned")
 class EvalConfig(StrictModel):
     """Every setting of `python -m eval.run`. Names are those of the options, with `_` for `-`."""
 
-    out: Path
+    out: Path | None = None
     model: str | None = None
     engine: EngineName = "hf"
     benchmark: str | None = None
@@ -53,6 +53,13 @@ class EvalConfig(StrictModel):
     concurrency: int = Field(default=64, ge=1)
     workers: int = Field(default=2, ge=1)
 
+    def folder(self) -> Path:
+        """Where the run is written: `out`, or a folder under runs/ named after benchmark, mode and model."""
+        if self.out is not None:
+            return self.out
+        model = Path(self.model).resolve().name if self.model else self.engine
+        return Path("runs") / f"eval-{self.benchmark or 'custom'}-{self.mode}-{model}"
+
     def sampling(self) -> SamplingParams:
         """The sampling of every turn; `greedy` overrides the rest."""
         if self.greedy:
@@ -77,7 +84,7 @@ class EvalConfig(StrictModel):
 
 def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     """The config of a command line. SetupError for a value that a config would refuse as well."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m eval.run",
         description="Evaluate a model as a SQL agent. Run the same command again to resume an interrupted run.",
         argument_default=argparse.SUPPRESS,
@@ -96,7 +103,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     what.add_argument("--phrasing", help="phrasing of sqale's questions (default verbose)")
     what.add_argument("--limit", type=int, help="only the first N questions")
     what.add_argument("--mode", choices=("full", "withheld"), help="schema shown, or to be explored (default)")
-    what.add_argument("--out", help="output folder; must be new, empty, or an unfinished run of the same settings")
+    what.add_argument("--out", help="output folder: new, empty, or this run unfinished (default: runs/eval-…)")
     what.add_argument("--turn", action="append", metavar="TEXT", help="what --engine canned says (repeatable)")
     what.add_argument("--turns", metavar="FILE", help="JSON list of raw turn texts for --engine canned")
     how = parser.add_argument_group("sampling and budgets")
@@ -122,6 +129,4 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     given = vars(parser.parse_args(argv))
     config_file = given.pop("config")
     data: dict[str, Any] = load_yaml(config_file) if config_file is not None else {}
-    if "out" not in given and "out" not in data:
-        raise SetupError("no output folder: give one with --out")
     return build_config({**data, **given}, EvalConfig, str(config_file or "command line"))

@@ -10,9 +10,10 @@ import platform
 import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from queue import SimpleQueue
 from typing import Any
 
 from eval.benchmarks import ScoreResults, load_benchmark, scorer_of
@@ -115,7 +116,8 @@ class Judge:
                     seconds = pred.seconds
                 scores = self._score_results(pred, gold_result)
                 judged = {"status": "scored", "reason": scores.official.reason, "scores": scores.to_json()}
-        data = episode.to_json(tokens=False)
+        # Without the token lists first: asdict copies them one by one, which takes longer than the rest together.
+        data = replace(episode, ids=[], mask=[], logprobs=[]).to_json(tokens=False)
         call_seconds = [[call.pop("seconds") for call in turn["calls"]] for turn in data["turns"]]
         timing = {"question_id": example.question_id, "sample": 0, "answer": seconds, "calls": call_seconds}
         record = {
@@ -142,7 +144,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     benchmark, examples = questions.benchmark, questions.examples
     prepared = prepare_engine(config)
     identity = run_identity(config, benchmark, examples, prepared)
-    folder = RunFolder(config.out, identity)
+    folder = RunFolder(config.folder(), identity)
     lines = folder.done()
     done = {episode_key(line) for line in lines}
     waiting = [example for example in examples if (example.question_id, 0) not in done]
@@ -171,7 +173,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
                         lines.append(record)
                         stage.advance(record)
         except KeyboardInterrupt:
-            progress.note(f"{len(lines)} of {len(examples)} episodes are saved in {config.out}: run again to go on")
+            progress.note(f"{len(lines)} of {len(examples)} episodes are saved in {folder.path}: run again to go on")
             raise
         finally:
             folder.close()
@@ -189,13 +191,8 @@ def _episodes(
 ) -> Iterator[Line]:
     """Run one episode an example and judge each in a thread, so that the engine never waits for a scored query."""
     tasks = [Task(example, question_seed(config.seed, example.question_id)) for example in examples]
-    judging: set[Future[Line]] = set()
-
-    def judged(*, block: bool) -> Iterator[Line]:
-        finished, _ = wait(judging, None if block else 0, FIRST_COMPLETED)
-        judging.difference_update(finished)
-        yield from (future.result() for future in finished)
-
+    judged: SimpleQueue[Future[Line]] = SimpleQueue()
+    pending = 0
     with ThreadPoolExecutor(config.workers, thread_name_prefix="judge") as pool:
         for index, episode in run_episodes(
             tasks,
@@ -206,17 +203,20 @@ def _episodes(
             concurrency=config.concurrency,
             tool_threads=config.workers,
         ):
-            judging.add(pool.submit(judge.line, tasks[index].example, episode))
-            yield from judged(block=False)
-        while judging:
-            yield from judged(block=True)
+            pool.submit(judge.line, tasks[index].example, episode).add_done_callback(judged.put)
+            pending += 1
+            while not judged.empty():
+                pending -= 1
+                yield judged.get().result()
+        for _ in range(pending):
+            yield judged.get().result()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Exit code 1 when the harness failed on some episode."""
     config = parse_arguments(argv)
     summary = evaluate(config)
-    print_summary(summary, config.out)
+    print_summary(summary, config.folder())
     return 1 if any(item["status"] == "harness_error" for item in summary["excluded"]) else 0
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from eval.gold import EXCLUSION_RULE
+from eval.scorers.bird import UNDECODABLE_RULE
 
 Record = Mapping[str, Any]
 _TRIVIAL = ("empty", "one_null", "one_zero")
@@ -75,6 +76,7 @@ def _gold(records: Sequence[Record], scored: Sequence[Record]) -> dict[str, Any]
         "status": dict(sorted(Counter(r["gold"]["status"] for r in records).items())),
         "shape": dict(sorted(Counter(r["gold"]["shape"] for r in scored).items())),
         "undecodable": sum(r["gold"]["undecodable"] for r in scored),
+        "undecodable_rule": UNDECODABLE_RULE,
         "official_without_trivial": _scores(telling)["official"],
         "official_on_trivial": _scores(trivial)["official"],
     }

@@ -24,6 +24,7 @@ from shared.errors import SetupError
 from shared.sql.results import official_equal, soft_f1, strict_equal
 from shared.sql.sandbox import BadText, Limits, QueryResult, Sandbox
 
+UNDECODABLE_RULE = "text that is not UTF-8 is compared by its bytes (upstream scores every such question 0)"
 Undecodable = Literal["fail", "bytes"]
 
 OFFICIAL, STRICT, SOFT_F1 = "bird_official", "bird_strict", "bird_soft_f1"

@@ -189,6 +189,13 @@ def test_a_config_file_and_the_command_line(data: Path, tmp_path: Path) -> None:
     assert (summary["n"], summary["identity"]["mode"]) == (2, "full")
 
 
+def test_without_an_output_folder_the_run_is_named_after_what_it_is() -> None:
+    config = parse_arguments(["--engine", "gold", "--benchmark", "bird", "--mode", "full"])
+    assert config.folder() == Path("runs/eval-bird-full-gold")
+    config = parse_arguments(["--model", "exports/curriculum/", "--benchmark", "spider"])
+    assert config.folder() == Path("runs/eval-spider-withheld-curriculum")
+
+
 def test_bad_input_is_one_line_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -217,7 +224,6 @@ def test_bad_input_is_one_line_before_anything_is_written(data: Path, tmp_path: 
         ([*gold, "--questions", str(tmp_path / "none.json"), *own[2:], "--out", out], "holds no questions"),
         ([*gold, "--questions", str(tmp_path / "gone.json"), *own[2:], "--out", out], "database gone"),
         ([*gold, *own, "--db", "nowhere", "--out", out], "no question"),
-        ([*gold, *own], "--out"),
         ([*gold, *own, "--out", str(tmp_path / "used")], "is in use and holds no run"),
         ([*gold, *own, "--out", str(tmp_path / "finished")], "in use by a finished run"),
         ([*gold, *own, "--out", str(tmp_path / "turns.json")], "is a file"),
@@ -232,6 +238,9 @@ def test_bad_input_is_one_line_before_anything_is_written(data: Path, tmp_path: 
         ([*own, "--out", out, "--model", str(model)], "has no tokenizer"),
         ([*own, "--out", out, "--model", str(plain)], "has no chat template"),
         ([*gold, *own, "--out", out, "--temperature", "-1"], "temperature"),
+        ([*gold, *own, "--out", out, "--limit", "many"], "argument --limit: invalid int value: 'many'"),
+        ([*gold, *own, "--out", out, "--mode", "half"], "argument --mode: invalid choice: 'half'"),
+        ([*gold, *own, "--outt", out], "unrecognized arguments: --outt"),
         ([*gold, *own, "--out", out, "--config", str(tmp_path / "no.yaml")], "does not exist"),
     ]
     for argv, message in cases:
