@@ -17,7 +17,11 @@ import pytest
 from eval.config import parse_arguments
 from eval.records import read_episodes
 from eval.run import evaluate, main, question_seed
+from shared.database import Database
 from shared.errors import SetupError
+from shared.sql.sandbox import QueryResult, Sandbox
+from shared.tools.executor import ToolExecutor
+from shared.tools.protocol import BadCall, Call, ToolResult
 from tests.eval.runs import ENDLESS, GOLDS, SUBMIT_1, arguments, write_questions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +107,48 @@ def test_a_gold_that_fails_is_nobodys_fault(data: Path, tmp_path: Path) -> None:
     }
     assert all(item["reason"] for item in summary["excluded"])
     assert summary["gold"]["status"] == {"gold_error": 2, "gold_timeout": 1, "ok": 2}
+
+
+def test_a_fault_of_ours_is_nobodys_fault_either(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ToolExecutor.call
+
+    def broken(self: ToolExecutor, asked: Call | BadCall) -> ToolResult:
+        if asked.tool == "describe_table" and isinstance(asked, Call) and asked.args["table_name"] == "city":
+            raise RuntimeError("a bug in a tool")
+        return call(self, asked)
+
+    monkeypatch.setattr(ToolExecutor, "call", broken)
+    assert main(arguments(data, tmp_path / "out")) == 1
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["n"], summary["n_questions"], summary["official"]) == (6, 8, 1.0)
+    assert [(i["question_id"], i["status"], i["reason"]) for i in summary["excluded"]] == [
+        ("q5", "harness_error", "RuntimeError: a bug in a tool"),
+        ("q7", "harness_error", "RuntimeError: a bug in a tool"),
+    ]
+    assert "2 of 8 questions have no verdict" in capsys.readouterr().out
+
+
+def test_a_gold_too_large_to_keep_runs_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(data, tmp_path / "kept")
+    monkeypatch.setattr("eval.gold._KEPT_CELLS", 0)
+    run(data, tmp_path / "again")
+    assert files(tmp_path / "again") == files(tmp_path / "kept")
+
+
+def test_each_gold_runs_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_questions(data / "repeated.json", GOLDS * 3)
+    queries: list[str] = []
+    query = Sandbox.query
+
+    def counted(self: Sandbox, database: Database, sql: str, *rest: Any, **more: Any) -> QueryResult:
+        queries.append(sql)
+        return query(self, database, sql, *rest, **more)
+
+    monkeypatch.setattr(Sandbox, "query", counted)
+    run(data, tmp_path / "out", "--engine", "canned", "--turn", SUBMIT_1, questions="repeated.json")
+    assert [queries.count(sql) for _, sql, _ in GOLDS] == [1] * len(GOLDS)
 
 
 def test_no_submission_scores_0_even_when_gold_is_empty(data: Path, tmp_path: Path) -> None:
