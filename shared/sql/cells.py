@@ -87,6 +87,6 @@ def encode(value: object) -> bytes:
         return json.dumps(value, separators=(",", ":"), default=_encode_cell).encode("ascii")
 
 
-def decode(data: bytes | bytearray) -> Any:
+def decode(data: bytes | memoryview) -> Any:
     """The inverse of `encode`. ValueError or RecursionError when the bytes are not such JSON."""
-    return _decoder.decode(data.decode("utf-8"))
+    return _decoder.decode(str(data, "utf-8"))

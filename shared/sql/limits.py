@@ -5,9 +5,10 @@ import resource
 import signal
 
 _GRACE_FILE_BYTES = 4 << 30
-# Interpreter, SQLite, caches of open databases: not charged to a call.
-_OWN_BYTES = 768 << 20
+# Interpreter, SQLite, page caches of open databases: not charged to a call.
+_OWN_BYTES = 128 << 20
 _current_memory: int | None = None
+_files_writable: bool | None = None
 
 
 def confine() -> None:
@@ -25,6 +26,10 @@ def confine() -> None:
 
 def allow_file_writes(allowed: bool) -> None:
     """Writing to files is off except while a private copy is made or a live WAL index is in use."""
+    global _files_writable
+    if allowed is _files_writable:
+        return
+    _files_writable = allowed
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     soft = 0
     if allowed:

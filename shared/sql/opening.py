@@ -5,7 +5,7 @@ import sqlite3
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,11 @@ class Databases:
         self._keep_image(key, _Image(data, notes))
         return notes
 
+    def held_bytes(self) -> int:
+        """Memory that the built databases may take: an image, the open copy of it, and one being made."""
+        sizes = [len(image.data) for image in self._images.values()]
+        return 2 * sum(sizes) + max(sizes, default=0)
+
     def _keep_image(self, key: str, image: _Image) -> None:
         self._images[key] = image
         self._images.move_to_end(key)
@@ -180,8 +185,9 @@ class Databases:
             connection.execute("PRAGMA cell_size_check = ON")
             for category, value in _ENGINE_LIMITS:
                 connection.setlimit(category, value)
-            connection.set_authorizer(guard.authorize)
             connection.set_progress_handler(self._progress, self._steps)
+            _connect_virtual_tables(connection)
+            connection.set_authorizer(guard.authorize)
             return Opened(connection, guard, identity)
         except BaseException:
             connection.close()
@@ -191,6 +197,18 @@ class Databases:
 def _connect(uri: str) -> sqlite3.Connection:
     """Open without waiting for locks (the caller does, under its deadline) and without implicit transactions."""
     return sqlite3.connect(uri, uri=True, timeout=0, isolation_level=None, cached_statements=0)
+
+
+def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
+    """Let SQLite connect the database's virtual tables while only our own SQL runs.
+
+    An R-tree prepares its INSERT and DELETE statements when it is connected, which the authorizer would refuse.
+    """
+    for (name,) in connection.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage = 0"
+    ).fetchall():
+        with suppress(sqlite3.Error):  # a module that isn't there, a broken one: whoever reads the table is told
+            connection.execute('SELECT 1 FROM "{}" LIMIT 0'.format(name.replace('"', '""'))).close()
 
 
 def _read_header(path: str) -> bytes:

@@ -49,18 +49,20 @@ class _Notes:
 
 
 class _Rows:
-    """Iterates over a table's rows as parameter lists, remembering how many values had to be clamped."""
+    """Iterates over a table's rows as parameter lists, counting the rows taken and the values clamped."""
 
     def __init__(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         self._rows = iter(rows)
         self._columns = columns
         self.clamped = 0
+        self.taken = 0
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self
 
     def __next__(self) -> list[Any]:
         get = next(self._rows).get
+        self.taken += 1
         return [self._value(get(column)) for column in self._columns]
 
     def _value(self, value: Any) -> Any:
@@ -96,20 +98,21 @@ def _fill(connection: sqlite3.Connection, table: str, content: Any, notes: _Note
         return
     columns = list(rows[0])
     names, marks = ", ".join(map(_quote, columns)), ", ".join("?" * len(columns))
-    before = _count(connection, table)
-    parameters, reason = _Rows(rows, columns), ""
+    sql = f"INSERT OR IGNORE INTO {_quote(table)} ({names}) VALUES ({marks})"
+    parameters, reason, before = _Rows(rows, columns), "", connection.total_changes
     while True:  # a failing row has been taken from the iterator: go on with the one after it
+        taken = parameters.taken
         try:
-            connection.executemany(f"INSERT OR IGNORE INTO {_quote(table)} ({names}) VALUES ({marks})", parameters)
+            kept = connection.executemany(sql, parameters).rowcount
             break
         except (sqlite3.Error, OverflowError, UnicodeEncodeError) as error:
-            reason = f": {error}"
-            if isinstance(error, sqlite3.Error) and before is None:  # no such table: every row would say so
-                break
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
+            if _interrupted(error):
                 raise
-    after = _count(connection, table)
-    kept = (after or 0) - (before or 0)
+            reason = f": {error}"
+            if parameters.taken == taken:  # not a row but the statement fails: no such table or column
+                break
+    if reason:
+        kept = connection.total_changes - before
     if kept < len(rows):
         notes.add(f"table {table}: {len(rows) - kept} of {len(rows)} rows skipped{reason or ' (a constraint)'}")
     if parameters.clamped:
@@ -119,11 +122,8 @@ def _fill(connection: sqlite3.Connection, table: str, content: Any, notes: _Note
         notes.add(f"table {table}: keys missing from its first row were not read: {', '.join(sorted(unknown))}")
 
 
-def _count(connection: sqlite3.Connection, table: str) -> int | None:
-    try:
-        return int(connection.execute(f"SELECT count(*) FROM {_quote(table)}").fetchone()[0])
-    except (sqlite3.Error, UnicodeEncodeError):
-        return None
+def _interrupted(error: Exception) -> bool:
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT
 
 
 def build(full_schema: str, schema_content: str, expired: Callable[[], bool]) -> tuple[bytes, list[str]]:
@@ -135,6 +135,7 @@ def build(full_schema: str, schema_content: str, expired: Callable[[], bool]) ->
     try:
         connection.execute("PRAGMA foreign_keys = OFF")
         connection.execute("PRAGMA temp_store = MEMORY")
+        connection.execute("PRAGMA trusted_schema = OFF")
         connection.set_authorizer(_authorize)
         connection.set_progress_handler(expired, 10_000)
         notes = _Notes()
@@ -144,9 +145,11 @@ def build(full_schema: str, schema_content: str, expired: Callable[[], bool]) ->
             try:
                 connection.execute(statement)
             except (sqlite3.Error, UnicodeEncodeError) as error:
-                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
+                if _interrupted(error):
                     raise
                 notes.add(f"DDL skipped ({error}): {' '.join(statement.split())[:120]}")
+        # What the schema does from here on (checks, triggers) is held back by trusted_schema.
+        connection.set_authorizer(None)
         content: Any = {}
         if schema_content:
             try:

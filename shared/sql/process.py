@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -19,7 +20,10 @@ _BOOT = "import sys; sys.path.append(sys.argv[1]); from shared.sql.worker import
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR", "TZ")
 _START_SECONDS = 60.0
 # After the kernel's own deadline (worker.KERNEL_GRACE) the parent waits this long before it kills.
-_PARENT_GRACE = 0.65
+_PARENT_GRACE = 0.6
+# Once an answer has begun to arrive, only its transport is left, which may take this much longer.
+_TRANSPORT_SECONDS = 0.3
+_FIRST_RECEIVE = 1 << 16
 # JSON escapes at most sixfold; the rest is column names and framing.
 _ESCAPES, _FRAME_BYTES = 6, 8 << 20
 
@@ -54,6 +58,7 @@ class WorkerProcess:
             theirs.close()
         self._socket = ours
         self._ready = False
+        self._waits = 0.0
         self.last_key = key
         self.gone = False
 
@@ -71,33 +76,29 @@ class WorkerProcess:
             if not self._ready:
                 self._await_ready()
             deadline = time.monotonic() + seconds + _PARENT_GRACE
+            self._bound_waits(seconds + _PARENT_GRACE)
             body = encode(request)
-            self._socket.settimeout(max(seconds, 1.0) + _PARENT_GRACE)
             self._socket.sendall(HEADER.pack(len(body)) + body)
-            size = HEADER.unpack(self._receive(HEADER.size, deadline))[0]
-            if size > _ESCAPES * max_bytes + _FRAME_BYTES:
-                raise WorkerDied(f"an answer of {size} bytes")
-            # The rows are there by now: only their transport is left, which has its own time.
-            answer = decode(self._receive(size, max(deadline, time.monotonic() + _PARENT_GRACE)))
+            answer = decode(self._receive(deadline, _ESCAPES * max_bytes + _FRAME_BYTES))
             if not isinstance(answer, dict):
-                raise WorkerDied("an answer that is not a message")
+                raise ValueError("an answer that is not a message")
             return answer
-        except TimeoutError:
+        except (BlockingIOError, TimeoutError):
             self.kill()
             raise WorkerTimeout from None
         except (OSError, EOFError, ValueError, RecursionError) as error:
             if self.kill() == -signal.SIGALRM:
                 raise WorkerTimeout from None
             raise WorkerDied(str(error)) from error
-        except (
-            BaseException
-        ):  # Ctrl-C and the like: an answer may still be under way, so the worker can't be used again
+        except BaseException:  # Ctrl-C, say: an answer may still be under way, so the worker can't be used again
             self.kill()
             raise
 
     def _await_ready(self) -> None:
+        self._bound_waits(_START_SECONDS)
         try:
-            self._receive(1, time.monotonic() + _START_SECONDS)
+            if self._socket.recv(1) == b"":
+                raise EOFError
         except (OSError, EOFError) as error:
             code = self.kill()
             raise SetupError(
@@ -105,18 +106,46 @@ class WorkerProcess:
             ) from error
         self._ready = True
 
-    def _receive(self, size: int, deadline: float) -> bytearray:
-        data = bytearray(size)
-        view, got = memoryview(data), 0
+    def _bound_waits(self, seconds: float) -> None:
+        """Have the kernel end each send and receive after `seconds` (then BlockingIOError).
+
+        Python's own socket timeouts would poll before every operation, which doubles a short call's time.
+        """
+        if seconds != self._waits:
+            timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+            self._waits = seconds
+
+    def _receive(self, deadline: float, most: int) -> bytes | memoryview:
+        """One message: with the header in the first piece, usually, and for small answers all of it."""
+        data = self._socket.recv(_FIRST_RECEIVE)
+        while len(data) < HEADER.size:
+            if not data:
+                raise EOFError
+            data += self._receive_more(HEADER.size - len(data))
+        size = HEADER.unpack_from(data)[0]
+        if size > most:
+            raise ValueError(f"an answer of {size} bytes")
+        if len(data) >= HEADER.size + size:
+            return memoryview(data)[HEADER.size : HEADER.size + size]
+        whole = bytearray(size)
+        got = len(data) - HEADER.size
+        whole[:got] = data[HEADER.size :]
+        view = memoryview(whole)
         while got < size:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
             part = self._socket.recv_into(view[got:])
             if part == 0:
                 raise EOFError
             got += part
+            if time.monotonic() > deadline + _TRANSPORT_SECONDS:
+                raise TimeoutError
+        return view
+
+    def _receive_more(self, size: int) -> bytes:
+        data = self._socket.recv(size)
+        if not data:
+            raise EOFError
         return data
 
     def kill(self) -> int:

@@ -27,7 +27,7 @@ __all__ = ["BadText", "Limits", "Outcome", "QueryResult", "Sandbox"]
 Outcome = Literal["ok", "refused", "sql_error", "timeout", "limit", "setup_error"]
 _OUTCOMES = ("ok", "refused", "sql_error", "timeout", "limit", "setup_error")
 _BUILD_SECONDS = 60.0
-_SCHEMA_SECONDS = 30.0
+SCHEMA_SECONDS = 30.0
 _BUILD_MEMORY = 1 << 30
 _SCHEMA_BYTES = 256 << 20
 _ATTEMPTS = 3
@@ -148,9 +148,15 @@ class Sandbox:
             unmatched=unmatched,
         )
 
-    def schema(self, database: Database) -> list[dict[str, Any]]:
-        """The schema as plain data, see `shared.sql.introspect.read_schema`; SetupError when it can't be read."""
-        answer = self._ask(database, {"op": "schema"}, _SCHEMA_SECONDS, _BUILD_MEMORY, _SCHEMA_BYTES)
+    def schema(self, database: Database, seconds: float = SCHEMA_SECONDS) -> list[dict[str, Any]]:
+        """The schema as plain data, see `shared.sql.introspect.read_schema`.
+
+        TimeoutError when it takes longer than `seconds` (another process may hold a lock), SetupError
+        when it can't be read at all.
+        """
+        answer = self._ask(database, {"op": "schema"}, seconds, _BUILD_MEMORY, _SCHEMA_BYTES)
+        if answer["outcome"] == "timeout":
+            raise TimeoutError(answer["message"])
         if answer["outcome"] != "ok":
             raise SetupError(answer["message"])
         schema: list[dict[str, Any]] = answer["schema"]

@@ -32,6 +32,7 @@ KERNEL_GRACE = 0.35
 _PROGRESS_STEPS = 2000
 _LOCK_PAUSE = 0.005
 _SCHEMA_LENGTH = 64 << 20
+_FIRST_READ = 1 << 16
 
 
 class Worker:
@@ -56,7 +57,7 @@ class Worker:
             started, seconds, healthy = time.monotonic(), float(request["seconds"]), True
             self._deadline = started + seconds
             limits.die_after(seconds + KERNEL_GRACE)
-            limits.allow_memory(int(request["memory"]))
+            limits.allow_memory(int(request["memory"]) + self._databases.held_bytes())
             limits.allow_file_writes(False)
             try:
                 answer = self._operations[request["op"]](request, started)
@@ -127,21 +128,20 @@ class Worker:
         return encode({"outcome": "ok", "notes": notes, "seconds": time.monotonic() - started})
 
     def _receive(self) -> dict[str, Any] | None:
-        header = self._read(HEADER.size)
-        body = None if header is None else self._read(HEADER.unpack(header)[0])
-        if body is None:
-            return None
-        request: dict[str, Any] = decode(body)
-        return request
-
-    def _read(self, size: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < size:
-            part = os.read(self._descriptor, min(size - len(data), 1 << 20))
+        """The next request, None at the end. The parent waits for each answer, so nothing follows a request."""
+        data = bytearray(os.read(self._descriptor, _FIRST_READ))
+        wanted = HEADER.size
+        while len(data) < wanted or wanted == HEADER.size:
+            if len(data) >= HEADER.size:
+                wanted = HEADER.size + HEADER.unpack_from(data)[0]
+            if len(data) >= wanted:
+                break
+            part = os.read(self._descriptor, 1 << 20)
             if not part:
                 return None
             data += part
-        return bytes(data)
+        request: dict[str, Any] = decode(memoryview(data)[HEADER.size :])
+        return request
 
     def _send(self, body: bytes) -> None:
         view = memoryview(HEADER.pack(len(body)) + body)

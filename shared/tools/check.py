@@ -79,7 +79,7 @@ class _Answer:
 def load_cases(path: Path) -> list[Case]:
     """Read a case file. SetupError names the line that is not a case."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # not splitlines: U+2028 may stand in a string
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"cannot read the case file {path}: {error}") from error
     cases = []

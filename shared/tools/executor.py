@@ -42,6 +42,8 @@ class ToolLimits:
     max_length: int = 4 << 20
 
 
+# Reading a large schema, which is done once, may take this much longer than a query.
+_SCHEMA_GRACE = 0.5
 _DEFAULT_LIMITS = ToolLimits()
 
 
@@ -59,12 +61,15 @@ class ToolExecutor:
 
     @property
     def schema(self) -> Schema:
-        """The database's schema. SetupError when it can't be read."""
-        return read_schema(self.database, self._sandbox)
+        """The database's schema. SetupError when it can't be read, TimeoutError when that takes too long."""
+        return read_schema(self.database, self._sandbox, self._limits.seconds + _SCHEMA_GRACE)
 
     def ddl(self) -> str:
         """All CREATE statements in creation order, for the mode that shows the schema at once."""
-        return self.schema.ddl
+        try:
+            return read_schema(self.database, self._sandbox).ddl
+        except TimeoutError as error:
+            raise SetupError(f"database {self.database.db_id}: {error}") from error
 
     def call(self, call: Call | BadCall) -> ToolResult:
         """Run one call. SetupError when the database or the sandbox fails; never for what the call says."""
@@ -75,6 +80,8 @@ class ToolExecutor:
             return _HANDLERS[call.tool](self, call, started)
         except _BadName as error:
             return self._result(call.tool, "bad_call", f"Error: {error}", started)
+        except TimeoutError as error:  # the schema of a database that another process keeps locked
+            return self._result(call.tool, "timeout", f"Error: {error}", started)
 
     def _result(
         self,

@@ -117,12 +117,13 @@ def _with_inferred(schema: Schema) -> Neighbours:
     return neighbours
 
 
-def inferred_keys(schema: Schema) -> list[ForeignKey]:
-    """Keys that the names suggest, strongest kind first for each pair of tables."""
+@lru_cache(maxsize=256)
+def inferred_keys(schema: Schema) -> tuple[ForeignKey, ...]:
+    """Keys that the names suggest: `x_id` first, and equal names for pairs of tables that it leaves apart."""
     tables = [table for table in schema.tables if table.kind != "view"]
     keys = list(_by_reference_name(tables))
     linked = {frozenset((key.table, key.target)) for key in keys}
-    return keys + [key for key in _by_equal_name(tables) if frozenset((key.table, key.target)) not in linked]
+    return (*keys, *(key for key in _by_equal_name(tables) if frozenset((key.table, key.target)) not in linked))
 
 
 def _by_reference_name(tables: Sequence[Table]) -> Iterable[ForeignKey]:

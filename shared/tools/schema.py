@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shared.database import Database
-from shared.errors import SetupError
-from shared.sql.sandbox import Sandbox
+from shared.sql.sandbox import SCHEMA_SECONDS, Sandbox
 
 Kind = Literal["table", "view", "virtual", "shadow"]
 _MAX_CACHED = 256
@@ -229,14 +228,14 @@ class _Cache:
         self._lock = threading.Lock()
         self._schemas: OrderedDict[str, tuple[Any, Schema]] = OrderedDict()
 
-    def get(self, database: Database, sandbox: Sandbox) -> Schema:
+    def get(self, database: Database, sandbox: Sandbox, seconds: float) -> Schema:
         name, state = _state(database)
         with self._lock:
             held = self._schemas.get(name)
-            if held is not None and held[0] == state:
+            if held is not None and held[0] == state is not None:
                 self._schemas.move_to_end(name)
                 return held[1]
-        schema = parse_schema(sandbox.schema(database), sandbox.build_notes(database))
+        schema = parse_schema(sandbox.schema(database, seconds), sandbox.build_notes(database))
         with self._lock:
             self._schemas[name] = (state, schema)
             self._schemas.move_to_end(name)
@@ -248,12 +247,12 @@ class _Cache:
 def _state(database: Database) -> tuple[str, Any]:
     """A database's name in the cache, and what must be the same for a schema read earlier to hold still."""
     if database.path is None:
-        return database.content_hash, None
+        return database.content_hash, ()
     path = str(database.path)
     try:
         status = os.stat(path)
-    except (OSError, ValueError) as error:
-        raise SetupError(f"database {database.db_id} ({path}) cannot be read: {error}") from error
+    except (OSError, ValueError):
+        return path, None  # whoever opens it says what is wrong with it
     try:
         log = os.stat(f"{path}-wal").st_size
     except OSError:
@@ -264,6 +263,9 @@ def _state(database: Database) -> tuple[str, Any]:
 _cache = _Cache()
 
 
-def read_schema(database: Database, sandbox: Sandbox) -> Schema:
-    """The database's schema, from the cache while its file is unchanged. SetupError when it can't be read."""
-    return _cache.get(database, sandbox)
+def read_schema(database: Database, sandbox: Sandbox, seconds: float = SCHEMA_SECONDS) -> Schema:
+    """The database's schema, from the cache while its file is unchanged.
+
+    SetupError when it can't be read; TimeoutError when that takes longer than `seconds`.
+    """
+    return _cache.get(database, sandbox, seconds)
