@@ -60,6 +60,12 @@ class EvalConfig(StrictModel):
         model = Path(self.model).resolve().name if self.model else self.engine
         return Path("runs") / f"eval-{self.benchmark or 'custom'}-{self.mode}-{model}"
 
+    def source(self) -> dict[str, Any]:
+        """Where the questions and databases came from, as JSON: the settings that load them again."""
+        names = {"benchmark", "data", "questions", "databases", "db", "present_only", "split", "phrasing", "limit"}
+        settings = self.model_dump(include=names)
+        return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in settings.items()}
+
     def sampling(self) -> SamplingParams:
         """The sampling of every turn; `greedy` overrides the rest."""
         if self.greedy:

@@ -20,6 +20,7 @@ from eval.benchmarks import ScoreResults, load_benchmark, scorer_of
 from eval.config import EvalConfig, parse_arguments
 from eval.engines import Prepared, prepare_engine
 from eval.gold import EXCLUSION_RULE, GoldBook, describe
+from eval.preview import shown_results
 from eval.progress import Progress, print_summary
 from eval.records import RunFolder, episode_key
 from eval.scorers.bird import execute
@@ -100,7 +101,7 @@ class Judge:
     def line(self, example: Example, episode: EpisodeRecord) -> Line:
         """The episode's record and, apart from it, its timing. SetupError when the database is at fault."""
         gold = self._golds.gold(example)
-        judged: dict[str, Any] = {"status": gold.status, "reason": gold.message, "scores": None}
+        judged: dict[str, Any] = {"status": gold.status, "reason": gold.message, "scores": None, "results": None}
         seconds = 0.0
         if episode.ended == "error":
             last = (episode.error or "unknown").strip().splitlines()[-1]
@@ -115,7 +116,8 @@ class Judge:
                     pred = execute(self._sandbox, example.database, episode.answer_sql, self._limits)
                     seconds = pred.seconds
                 scores = self._score_results(pred, gold_result)
-                judged = {"status": "scored", "reason": scores.official.reason, "scores": scores.to_json()}
+                judged |= {"status": "scored", "reason": scores.official.reason, "scores": scores.to_json()}
+                judged["results"] = shown_results(pred, gold_result)
         # Without the token lists first: asdict copies them one by one, which takes longer than the rest together.
         data = replace(episode, ids=[], mask=[], logprobs=[]).to_json(tokens=False)
         call_seconds = [[call.pop("seconds") for call in turn["calls"]] for turn in data["turns"]]
@@ -161,6 +163,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         folder.open(
             {
                 "left_out": dict(questions.left_out),
+                "source": config.source(),
                 "resources": {"concurrency": config.concurrency, "workers": config.workers},
             }
         )
