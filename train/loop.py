@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
 from transformers.utils.logging import disable_progress_bar
 
 from shared.config import dump_config
@@ -102,7 +102,9 @@ def run_training(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: E
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    accelerator = Accelerator(cpu=config.device == "cpu")
+    # The only buffers are constants (rotary frequencies): broadcasting them would be a collective in each forward.
+    handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    accelerator = Accelerator(cpu=config.device == "cpu", kwargs_handlers=handlers)
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise SetupError("device: cuda is not available; use device=auto or device=cpu")
     if config.rollout.questions % accelerator.num_processes:

@@ -68,7 +68,8 @@ class Trainer:
         self.accelerator = accelerator
         self.device = accelerator.device
         self.model = model.to(self.device)
-        self.policy = accelerator.prepare_model(LogprobModel(self.model, config.loss.logprob_chunk))
+        self.plain = LogprobModel(self.model, config.loss.logprob_chunk)
+        self.policy = accelerator.prepare_model(self.plain)
         self.reference: LogprobModel | None = None
         if reference is not None:
             self.reference = LogprobModel(
@@ -206,7 +207,8 @@ class Trainer:
         for indices in plan_micro_batches([len(row.ids) for row in rows], self.config.loss.micro_batch_tokens):
             batch = collate([rows[i] for i in indices]).to(self.device)
             with self.autocast():
-                values = self.policy(batch.ids, batch.mask).cpu()
+                # Not through DDP: ranks may call this a different number of times.
+                values = self.plain(batch.ids, batch.mask).cpu()
             for b, i in enumerate(indices):
                 result[i] = values[b, : len(rows[i].ids)]
         return [result[i] for i in range(len(rows))]

@@ -25,7 +25,7 @@ from train.trainer import Trainer
 
 
 class ScriptedPolicy:
-    """Says, by the request's seed, a right, a wrong, a failing or no answer; log-probs are the trainer's own plus `gap`."""
+    """Says, by the seed, a right, a wrong, a failing or no answer; log-probs are the trainer's own plus `gap`."""
 
     def __init__(self, policy: Policy, trainer: Trainer, gap: float = 0.0, weights: str = "") -> None:
         self.policy, self.trainer, self.gap, self.weights = policy, trainer, gap, weights
