@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from shared.config import StrictModel, build_config, load_yaml
 from shared.engines.base import SamplingParams
 from shared.episode import EpisodeConfig, Mode
 
-EngineName = Literal["hf", "gold", "canned"]
+EngineName = Literal["hf", "vllm", "gold", "canned"]
 SCRIPTED: tuple[EngineName, ...] = ("gold", "canned")
 
 
@@ -50,6 +50,7 @@ class EvalConfig(StrictModel):
     gold_seconds: float = Field(default=30.0, gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
+    engine_option: tuple[str, ...] = ()
     concurrency: int = Field(default=64, ge=1)
     workers: int = Field(default=2, ge=1)
 
@@ -98,7 +99,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     parser.add_argument("--config", type=Path, default=None, help="YAML file with any of these settings")
     what = parser.add_argument_group("what is evaluated, on what")
     what.add_argument("--model", help="model folder, or hub id that is in the local cache")
-    what.add_argument("--engine", choices=("hf", "gold", "canned"), help="hf (default), or a script without a model")
+    what.add_argument("--engine", choices=get_args(EngineName), help="hf (default), vllm, or a script without a model")
     what.add_argument("--benchmark", help="bird, bird-mini, spider, kaggledbqa, sqale, or a name for --questions")
     what.add_argument("--data", help="folder that holds the benchmarks (default: data)")
     what.add_argument("--questions", help="questions JSON of your own (Spider or BIRD keys)")
@@ -130,6 +131,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     where = parser.add_argument_group("resources")
     where.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the checkpoint's")
     where.add_argument("--device", help="default: the GPU where there is one")
+    where.add_argument(
+        "--engine-option", action="append", metavar="NAME=VALUE", help="argument of vllm.LLM (repeatable)"
+    )
     where.add_argument("--concurrency", type=int, help="episodes in flight (default 64)")
     where.add_argument("--workers", type=int, help="processes that execute SQL (default 2)")
     given = vars(parser.parse_args(argv))

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from eval.config import EvalConfig
-from eval.models import check_model_folder, model_sha256, resolve_model
+from eval.models import check_context, check_model_folder, model_sha256, resolve_model
 from shared.chat import ByteCodec, ChatCodec, TokenizerCodec
 from shared.engines.base import Engine
 from shared.engines.scripted import CannedEngine, GoldEngine
@@ -16,20 +19,28 @@ from shared.errors import SetupError
 
 @dataclass(frozen=True)
 class Prepared:
-    """An engine that is ready to be loaded. `sha256` is the identity of its weights, or of its script."""
+    """An engine that is ready to be loaded. `sha256` is the identity of its weights, or of its script.
+
+    `settings` is what else about the engine determines the result; it is part of the run's identity.
+    """
 
     codec: ChatCodec
     sha256: str
     load: Callable[[], Engine]
     versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def prepare_engine(config: EvalConfig) -> Prepared:
     """Check what the engine needs. Loads a tokenizer at most; SetupError says what is missing."""
     if config.engine != "canned" and (config.turn or config.turns is not None):
         raise SetupError("--turn and --turns belong to --engine canned")
+    if config.engine != "vllm" and config.engine_option:
+        raise SetupError("--engine-option belongs to --engine vllm")
     if config.engine == "hf":
         return _prepare_hf(config)
+    if config.engine == "vllm":
+        return _prepare_vllm(config)
     if config.model is not None:
         raise SetupError(f"--engine {config.engine} follows a script and takes no --model: leave one of them out")
     codec = ByteCodec()
@@ -65,19 +76,63 @@ def _read_turns(path: Path) -> list[str]:
     return turns
 
 
-def _prepare_hf(config: EvalConfig) -> Prepared:
+def _model_folder(config: EvalConfig) -> Path:
     if config.model is None:
         raise SetupError("no model: give --model with a model folder, or --engine gold for the oracle")
     folder = resolve_model(config.model)
     check_model_folder(folder)
+    check_context(folder, config.max_tokens)
+    return folder
+
+
+def _prepare_hf(config: EvalConfig) -> Prepared:
+    folder = _model_folder(config)
     try:
-        from shared.engines import hf_load
+        from shared.engines import hf_load, tokenizer
     except ImportError as error:
         raise SetupError(f"--engine hf needs torch and transformers ({error}): pip install 'execplan[eval]'") from error
-    codec = TokenizerCodec(hf_load.load_tokenizer(folder))
+    codec = TokenizerCodec(tokenizer.load_tokenizer(folder))
     sha256 = model_sha256(folder)
 
     def load() -> Engine:
         return hf_load.load_engine(folder, weights=sha256[:16], dtype=config.dtype, device=config.device)
 
     return Prepared(codec, sha256, load, hf_load.library_versions())
+
+
+def _prepare_vllm(config: EvalConfig) -> Prepared:
+    if config.device is not None:
+        raise SetupError("--device belongs to --engine hf: vLLM runs where it was built for")
+    folder = _model_folder(config)
+    options = parse_options(config.engine_option)
+    from shared.engines import tokenizer, vllm
+
+    versions = vllm.library_versions()
+    codec = TokenizerCodec(tokenizer.load_tokenizer(folder))
+    sha256 = model_sha256(folder)
+
+    def load() -> Engine:
+        return vllm.VLLMEngine(
+            folder,
+            weights=lambda: sha256[:16],
+            max_model_len=config.max_tokens,
+            dtype=config.dtype,
+            seed=config.seed & 0x7FFFFFFF,
+            **options,
+        )
+
+    return Prepared(codec, sha256, load, versions, {"options": options})
+
+
+def parse_options(options: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` texts as a mapping, values read as YAML. SetupError for anything else."""
+    parsed: dict[str, Any] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals or not name.isidentifier() or name in parsed:
+            raise SetupError(f"--engine-option {option} is not NAME=VALUE with a new name")
+        try:
+            parsed[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise SetupError(f"--engine-option {option}: the value is not YAML ({error.__class__.__name__})") from None
+    return parsed

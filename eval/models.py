@@ -50,6 +50,21 @@ def check_model_folder(folder: Path) -> None:
         raise SetupError(f"model folder {folder} has no chat template: copy its base model's chat_template.jinja there")
 
 
+def check_context(folder: Path, max_tokens: int) -> None:
+    """SetupError when an episode of `max_tokens` tokens is longer than what the model in `folder` can take."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{folder / 'config.json'} cannot be read ({error}): copy the model again") from None
+    text = config.get("text_config") or config
+    longest = text.get("max_position_embeddings")
+    stretched = any("factor" in (text.get(key) or {}) for key in ("rope_scaling", "rope_parameters"))
+    if isinstance(longest, int) and not stretched and longest < max_tokens:
+        raise SetupError(
+            f"model {folder} takes {longest} tokens, an episode may have {max_tokens}: give --max-tokens {longest}"
+        )
+
+
 def model_sha256(folder: Path) -> str:
     """Identity of what the folder computes: sha256 over names and bytes of weights, config, tokenizer and template."""
     digest = hashlib.sha256()

@@ -61,6 +61,7 @@ def run_identity(config: EvalConfig, benchmark: str, examples: Sequence[Example]
     sampling = config.sampling()
     return {
         "engine": config.engine,
+        **({"engine_settings": dict(prepared.settings)} if prepared.settings else {}),
         "model": config.model,
         "model_sha256": prepared.sha256,
         "benchmark": benchmark,
@@ -158,7 +159,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
             progress.note(f"{count} questions left out: {reason}")
         if done:
             progress.note(f"resuming: {len(done)} of {len(examples)} episodes are done")
-        progress.note("loading the model" if config.engine == "hf" else f"engine: {config.engine}")
+        progress.note("loading the model" if config.engine in ("hf", "vllm") else f"engine: {config.engine}")
         engine = prepared.load() if waiting else None
         folder.open(
             {
@@ -205,6 +206,8 @@ def _episodes(
             config.episode(),
             concurrency=config.concurrency,
             tool_threads=config.workers,
+            # These two batch by themselves; waiting would only leave them idle.
+            wait_for_tools=config.engine not in ("vllm", "openai"),
         ):
             pool.submit(judge.line, tasks[index].example, episode).add_done_callback(judged.put)
             pending += 1

@@ -1,23 +1,16 @@
 """Load a model folder into the transformers engine. Local files only: nothing here reaches for the network."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from shared.engines.hf import HFEngine
+from shared.engines.tokenizer import first_line
 from shared.errors import SetupError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder. SetupError when it cannot be loaded."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise SetupError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
 
 
 def load_engine(folder: Path, *, weights: str, dtype: Dtype = "auto", device: str | None = None) -> HFEngine:
@@ -41,7 +34,7 @@ def load_engine(folder: Path, *, weights: str, dtype: Dtype = "auto", device: st
             )
         return HFEngine(model.to(device).eval(), weights=lambda: weights)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise SetupError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+        raise SetupError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
 
 
 def library_versions() -> dict[str, str]:
@@ -49,7 +42,3 @@ def library_versions() -> dict[str, str]:
     import transformers
 
     return {"torch": str(torch.__version__), "transformers": str(transformers.__version__)}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
