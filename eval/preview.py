@@ -53,18 +53,21 @@ def _cut(text: str) -> str:
 def row_difference(pred: QueryResult, gold: QueryResult) -> dict[str, Any]:
     """How the rows of two results that both ran differ, as JSON.
 
-    - `missing`, `surplus`: distinct gold rows that the answer lacks, distinct answer rows that gold lacks.
+    - `missing`, `surplus`: distinct gold rows that the answer lacks, distinct answer rows that gold lacks;
+      `gold_distinct`: how many distinct rows gold has.
     - `same_bag`: the rows are the same with their multiplicities, so at most their order differs.
     - `gold_columns_found`: every gold column is there as a column of the answer (same cells, each taken once, rows
       sorted), so the answer has its columns in another order or too many of them. None when too large to tell.
     """
     if pred.rows == gold.rows:
-        return {"missing": 0, "surplus": 0, "same_bag": True, "gold_columns_found": True}
+        distinct = len(set(gold.rows))
+        return {"missing": 0, "surplus": 0, "gold_distinct": distinct, "same_bag": True, "gold_columns_found": True}
     pred_rows, gold_rows = [list(map(tuple, result.rows)) for result in (pred, gold)]
     pred_set, gold_set = set(pred_rows), set(gold_rows)
     return {
         "missing": len(gold_set - pred_set),
         "surplus": len(pred_set - gold_set),
+        "gold_distinct": len(gold_set),
         "same_bag": Counter(pred_rows) == Counter(gold_rows),
         "gold_columns_found": _columns_found(pred_rows, gold_rows),
     }

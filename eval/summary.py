@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from eval.gold import EXCLUSION_RULE
+from eval.measures import length_quantiles, summarize_measures
 from eval.scorers.bird import UNDECODABLE_RULE
 
 Record = Mapping[str, Any]
@@ -33,9 +34,11 @@ def summarize(records: Sequence[Record], identity: Mapping[str, Any]) -> dict[st
         "mean_tokens": _mean(scored, lambda r: r["total_tokens"]),
         "by_difficulty": _by(scored, lambda r: r["difficulty"] or "(none)"),
         "by_origin": _by(scored, lambda r: r["origin"]),
+        "by_gold_length": {label: _scores(group) for label, group in length_quantiles(scored).items()},
         "by_database": _by(scored, lambda r: r["db_id"]),
         "ended": dict(sorted(Counter(r["ended"] for r in scored).items())),
         "outcomes": dict(sorted(Counter(r["scores"]["pred_outcome"] for r in scored).items())),
+        "measures": summarize_measures(scored),
         "gold": _gold(records, scored),
         "excluded": [
             {"question_id": r["question_id"], "sample": r["sample"], "status": r["status"], "reason": r["reason"]}
