@@ -1,5 +1,6 @@
 """The objective against numbers computed by hand, and its invariances."""
 
+import itertools
 import json
 import math
 import random
@@ -177,6 +178,28 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int],
     for group in groups:
         longest = max(lengths[i] for i in group)
         assert len(group) == 1 or longest * len(group) <= budget
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 60), st.integers(0, 20))
+def test_micro_batches_waste_as_little_as_any_cut_of_the_sorted_rows(
+    lengths: list[int], budget: int, overhead: int
+) -> None:
+    def cost(groups: list[list[int]]) -> int:
+        return sum(len(group) * max(group) + overhead for group in groups)
+
+    ordered = sorted(lengths, reverse=True)
+    best = math.inf
+    for cuts in itertools.product([False, True], repeat=len(ordered) - 1):
+        groups = [[ordered[0]]]
+        for cut, length in zip(cuts, ordered[1:], strict=True):
+            if cut:
+                groups.append([])
+            groups[-1].append(length)
+        if all(len(group) == 1 or len(group) * group[0] <= budget for group in groups):
+            best = min(best, cost(groups))
+    plan = [[lengths[i] for i in group] for group in plan_micro_batches(lengths, budget, overhead)]
+    assert cost(plan) == best
+    assert [length for group in plan for length in group] == ordered
 
 
 def test_unequal_row_lengths_are_refused() -> None:
