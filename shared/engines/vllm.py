@@ -1,11 +1,12 @@
 """The vLLM engine, in this process: requests go in one by one, and no episode waits for another.
 
-vLLM batches continuously and caches prefixes, so an episode's next turn pays for its new tokens only.
-`step` is vLLM's own scheduler step. Sampling parameters are given in full with every request: what a model
-folder's generation_config.json suggests is not used.
+vLLM batches continuously and, on a GPU, caches prefixes, so an episode's next turn pays for its new tokens only (on a
+CPU see `_cpu_settings`). `step` is vLLM's own scheduler step. Sampling parameters are given in full with every
+request: what a model folder's generation_config.json suggests is not used.
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _SEED_MASK = 2**63 - 1
+_CPU_CACHE_BYTES = 2 << 30
 
 
 def prepare_environment() -> None:
@@ -73,10 +75,11 @@ class VLLMEngine:
             "use_tqdm_on_load": False,
         }
         if current_platform.is_cpu():
-            # Compiling takes longer there than what it saves.
-            settings["enforce_eager"] = True
+            settings |= _cpu_settings()
         try:
-            self.llm = vllm.LLM(model=str(folder), **(settings | options))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                self.llm = vllm.LLM(model=str(folder), **(settings | options))
         except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
             raise SetupError(f"vLLM cannot load {folder}: {_reason(error)}") from error
         self.weights = weights
@@ -149,6 +152,23 @@ class VLLMEngine:
             self.llm.llm_engine.abort_request(requests)
         for request in requests:
             del self._running[request]
+
+
+def _cpu_settings() -> dict[str, Any]:
+    """What the CPU build needs set otherwise."""
+    settings: dict[str, Any] = {
+        # Compiling takes longer there than what it saves.
+        "enforce_eager": True,
+        # A prompt that is read in pieces draws a token after each, and takes the draw back on the request's own
+        # generator, which a CPU generator cannot do: vLLM 0.32 dies on it. Prefix caching of hybrid models cuts prompts
+        # into pieces as well.
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+    }
+    if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        # Otherwise vLLM wants most of the machine's memory to be free, and takes it.
+        settings["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+    return settings
 
 
 def import_vllm() -> Any:
