@@ -1,0 +1,107 @@
+"""Accuracy with its uncertainty, over all of a run's episodes and over groups of them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from eval.measures import Record, length_quantiles
+from eval.stats import paired_bootstrap
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The scores of a group of scored episodes, and a 95% interval of the official one.
+
+    `n` counts episodes, `questions` the questions they are of. `strict` is None under rules that know no such thing.
+    """
+
+    label: str
+    n: int
+    questions: int
+    official: float
+    low: float
+    high: float
+    strict: float | None
+
+
+def wilson(successes: int, n: int, level: float = LEVEL) -> tuple[float, float]:
+    """Wilson's score interval of a proportion: sensible at 0, at 1 and for small n.
+
+        (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
+
+    >>> [round(bound, 4) for bound in wilson(4, 87)]
+    [0.018, 0.1123]
+    """
+    if not 0 <= successes <= n or n < 1:
+        raise ValueError(f"no proportion: {successes} of {n}")
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    p = successes / n
+    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+    # Exact at the ends, where rounding would leave 1e-17 or 0.9999….
+    return (0.0 if successes == 0 else low, 1.0 if successes == n else high)
+
+
+def accuracy(label: str, records: Sequence[Record]) -> Accuracy | None:
+    """The scores of a group; None when none of it is scored.
+
+    Wilson's interval where every question was asked once; with several samples a question, a bootstrap over questions.
+    """
+    scored = [record for record in records if record["status"] == "scored"]
+    if not scored:
+        return None
+    by_question: dict[str, list[float]] = {}
+    for record in scored:
+        by_question.setdefault(str(record["question_id"]), []).append(float(record["scores"]["official"]["score"]))
+    scores = [score for values in by_question.values() for score in values]
+    if len(scores) == len(by_question) and set(scores) <= {0.0, 1.0}:
+        low, high = wilson(round(sum(scores)), len(scores))
+    else:
+        interval = paired_bootstrap([sum(values) / len(values) for values in by_question.values()], level=LEVEL)
+        low, high = interval.low, interval.high
+    strict = [float(r["scores"]["strict"]["score"]) for r in scored if r["scores"]["strict"] is not None]
+    return Accuracy(
+        label=label,
+        n=len(scored),
+        questions=len(by_question),
+        official=sum(scores) / len(scores),
+        low=low,
+        high=high,
+        strict=sum(strict) / len(strict) if strict else None,
+    )
+
+
+def group_by(records: Sequence[Record], label: Callable[[Record], str]) -> dict[str, list[Record]]:
+    """The records by label, labels in order of first appearance."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(label(record), []).append(record)
+    return groups
+
+
+def by_difficulty(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """BIRD's levels in their own order, others after them by name; {} where the benchmark has none."""
+    known = ("simple", "moderate", "challenging", "easy", "medium", "hard", "extra")
+    groups = group_by(records, lambda record: record["difficulty"])
+    if set(groups) <= {""}:
+        return {}
+    order = sorted(groups, key=lambda label: (known.index(label) if label in known else len(known), label))
+    return {label or "(none)": groups[label] for label in order}
+
+
+def by_database(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records by database, in the order of names."""
+    return dict(sorted(group_by(records, lambda record: record["db_id"]).items()))
+
+
+def by_gold_length(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records by quarter of gold length."""
+    return length_quantiles(records)
+
+
+def accuracies(groups: Mapping[str, Sequence[Record]]) -> list[Accuracy]:
+    """One row a group, without the groups in which nothing is scored."""
+    return [row for label, records in groups.items() if (row := accuracy(label, records)) is not None]

@@ -1,0 +1,110 @@
+"""From an episode record to what a trace viewer shows: the turns as the model saw them, and one index entry.
+
+The record holds what the model wrote and what each call returned. What the environment said around it (complaints
+about turns without a call, the budget, the request for the final SQL) is made again by the functions that made it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from eval.measures import CLASSES, Record, measure
+from shared.tools.protocol import ClosingReason, budget_line, closing_message, parse_turn, problem_result
+
+# Outcomes of a call that shows in the trace as it was written, because its arguments were not understood.
+_UNREAD = "bad_call"
+
+
+def index_entry(records: Sequence[Record]) -> dict[str, Any]:
+    """What the list shows and the filters look at; `records` is one question of a run, or of two runs compared."""
+    first = records[0]
+    entry: dict[str, Any] = {
+        "id": first["question_id"],
+        "sample": first["sample"],
+        "db": first["db_id"],
+        "difficulty": first["difficulty"],
+        "question": first["question"],
+        "evidence": first["evidence"],
+        "gold": first["gold_sql"],
+        "sides": [_side(record) for record in records],
+    }
+    return entry
+
+
+def _side(record: Record) -> dict[str, Any]:
+    measures = measure(record)
+    return {
+        "outcome": measures.outcome,
+        "tier": CLASSES[measures.outcome].tier if measures.outcome is not None else "unscored",
+        "status": record["status"],
+        "origin": record["origin"],
+        "ended": record["ended"],
+        "answer": record["answer_sql"],
+        "truncated": record["truncated"],
+        "turns": len(record["turns"]),
+        "calls": measures.calls,
+        "distinct_calls": measures.distinct_calls,
+        "sampled_tokens": record["sampled_tokens"],
+        "total_tokens": record["total_tokens"],
+        "gold_length": measures.gold_length,
+        "opened": measures.opened_gold_tables,
+        "literals": None
+        if measures.literals is None
+        else [
+            measures.literals.total,
+            measures.literals.seen,
+            measures.literals.stated,
+            measures.literals.from_nowhere,
+        ],
+    }
+
+
+def trace(record: Record, max_turns: int) -> dict[str, Any]:
+    """All that the viewer shows of one episode beside its index entry."""
+    scores = record["scores"]
+    verdicts = [] if scores is None else [scores[key] for key in ("official", "strict", "soft_f1") if scores[key]]
+    return {
+        "reason": record["reason"],
+        "error": record["error"],
+        "verdicts": [[verdict["rule"], verdict["score"], verdict["reason"]] for verdict in verdicts],
+        "results": record.get("results"),
+        "turns": _turns(record["turns"], max_turns),
+    }
+
+
+def _turns(turns: Sequence[Mapping[str, Any]], max_turns: int) -> list[dict[str, Any]]:
+    shown = []
+    last_good_sql: str | None = None
+    for number, turn in enumerate(turns, 1):
+        for call in turn["calls"]:
+            if call["tool"] == "run_query" and call["outcome"] == "ok":
+                last_good_sql = call["args"]["sql"]
+        after = turns[number] if number < len(turns) else None
+        shown.append(_turn(turn, number, max_turns, after, last_good_sql))
+    return shown
+
+
+def _turn(
+    turn: Mapping[str, Any], number: int, max_turns: int, after: Mapping[str, Any] | None, last_good_sql: str | None
+) -> dict[str, Any]:
+    parsed = parse_turn(turn["text"])
+    calls = turn["calls"]
+    said_otherwise = turn["closing"] or not turn["clean"] or any(call["outcome"] == _UNREAD for call in calls)
+    # The problem on record, not the parser's: under strict_format the episode refused turns that parse.
+    problem = problem_result(replace(parsed, problem=turn["problem"])) if not calls and not turn["closing"] else None
+    asked = after is not None and after["closing"]
+    reason: ClosingReason = "turn_limit" if number >= max_turns else "failed_queries"
+    return {
+        "think": parsed.think,
+        # A clean turn is its think block and its calls, which are shown anyway.
+        "raw": turn["text"] if said_otherwise else None,
+        "calls": [{key: call[key] for key in ("tool", "args", "outcome", "text")} for call in calls],
+        "problem": None if problem is None else problem.text,
+        "dropped": turn["dropped"],
+        "tokens": turn["n_tokens"],
+        "cut": turn["stop_reason"] == "length",
+        "clean": turn["clean"],
+        "closing": turn["closing"],
+        "budget": None if after is None else budget_line(max(max_turns - number, 0)),
+        "request": closing_message(last_good_sql, reason) if asked else None,
+    }
