@@ -221,12 +221,13 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Save the tokenizer so that AutoTokenizer loads it as it is.
 
     For a `qwen3_5` folder transformers 5.19 ignores `tokenizer_class` and rebuilds the tokenizer as Qwen's BPE, which
-    would cut every phrase into bytes. A folder with an `auto_map` entry (here an empty one) is exempt.
+    would cut every phrase into bytes. An `auto_map` entry exempts the folder; it is never followed, since the class
+    that it names is not code of the folder.
     """
     tokenizer.save_pretrained(out)
     path = out / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    _write_json(path, config | {"auto_map": {"AutoTokenizer": [None, None]}})
+    _write_json(path, config | {"auto_map": {"AutoTokenizer": ["transformers.TokenizersBackend", None]}})
 
 
 def _generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:

@@ -3,7 +3,7 @@
     python -m train.warmstart --config configs/demo_warmstart.yaml [key=value …]
 
 makes toy questions and traces (see train/traces.py), trains on the oracle's tokens, and writes `output`, a model
-folder with tokenizer and chat template. Toy questions and databases stay in `data`, for GRPO to go on with.
+folder with tokenizer and chat template.
 
 A plain loop on purpose. TRL's SFTTrainer, with the same rows and optimizer, gives the same losses, but takes several
 times as long on a model this small, and a good part of that is spent on importing it.
@@ -38,15 +38,16 @@ _BUCKET = 16  # batches that are sorted by length together
 
 
 class WarmStartConfig(StrictModel):
-    """One warm start. `output` is the model folder to write, `data` the folder for toy questions and databases.
+    """One warm start from `model.path`. `output` is the model folder to write.
 
-    base: the model folder to start from. databases, questions: how many to make; each question gives one trace.
-    steps of `batch` traces each; threads: of torch (0: its own choice).
+    data: where the toy questions and databases go (default: beside the output, named <output>-data).
+    databases, questions: how many to make; each question gives one trace. steps of `batch` traces each.
+    threads: of torch (0: its own choice).
     """
 
     output: Path
-    data: Path
-    base: str
+    data: Path | None = None
+    model: ModelConfig
     seed: NonNegativeInt = 0
     databases: PositiveInt = 400
     questions: PositiveInt = 4000
@@ -130,15 +131,15 @@ def warm_start(config: WarmStartConfig) -> Path:
     Raises SetupError for what can't be used, before the model is loaded.
     """
     check_output(config.output)
-    check_model_path(config.base)
+    check_model_path(config.model.path)
     if config.questions < config.batch:
         raise SetupError(f"questions: {config.questions} do not fill a batch of {config.batch}; lower batch")
-    tokenizer, codec = load_codec(config.base)
+    tokenizer, codec = load_codec(config.model.path)
     if config.threads:
         torch.set_num_threads(config.threads)
     started = time.monotonic()
     questions = toy_questions("train", config.databases, config.questions, config.seed)
-    examples = write_toy(questions, config.data)
+    examples = write_toy(questions, config.data or config.output.with_name(f"{config.output.name}-data"))
     with Sandbox(1) as sandbox:
         traces = list(oracle_traces(questions, examples, codec, sandbox, config.traces, config.seed))
     length = sum(len(trace.ids) for trace in traces) / len(traces)
@@ -147,7 +148,7 @@ def warm_start(config: WarmStartConfig) -> Path:
         f"{len(traces)} traces of {length:.0f} tokens over {config.databases} databases in {seconds}", file=sys.stderr
     )
     torch.manual_seed(config.seed)
-    model = load_model(ModelConfig(path=config.base))
+    model = load_model(config.model)
     fit(model, traces, config)
     scratch = config.output.with_name(f"{config.output.name}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
