@@ -4,6 +4,7 @@ As a program (`python scripted_run.py FOLDER key=value …`) it is what the test
 """
 
 import json
+import os
 import sqlite3
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ class ScriptedPolicy:
 
     def _text(self, request: Request) -> str:
         example: Example = request.context["example"]
+        if os.environ.get("SCRIPTED_SILENT_RANK") == os.environ.get("RANK", "0"):
+            return "I cannot"
         if request.context["turn"] == 0 and request.params.seed % 3:
             return 'look</think>{"tool": "list_tables"}'
         choice = request.params.seed % 5

@@ -1,5 +1,6 @@
 """Whole runs with scripted episodes: files, resuming, stopping, ranks, and what stops a run."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -8,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from train.config import TrainConfig
 from train.run import main
 from train.stopping import EXIT_REQUEUE, STOP_FILE
 
+Spawn = Callable[..., subprocess.Popen[str]]
 PROGRAM = Path(__file__).parent / "scripted_run.py"
 ROOT = Path(__file__).parents[2]
 
@@ -50,14 +52,35 @@ def _run(folder: Path, model: Path, *overrides: str, **more: Any) -> list[dict[s
     return _metrics(folder)
 
 
-def _spawn(folder: Path, model: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts runs as programs, each in a process group of its own, which is gone after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: Any, **more: Any) -> subprocess.Popen[str]:
+        started.append(_spawn(*arguments, **more))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def _spawn(
+    folder: Path, model: Path, *overrides: str, ranks: int = 1, environment: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
     folder.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable]
     if ranks > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
         [*launcher, str(PROGRAM), str(folder), str(model), *overrides],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(environment),
+        start_new_session=True,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -238,8 +261,8 @@ SIGNALS = [(signal.SIGTERM, EXIT_REQUEUE), (signal.SIGUSR1, EXIT_REQUEUE), (sign
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_signals_save_and_leave(tmp_path: Path, model_folder: Path, number: int, code: int) -> None:
-    process = _spawn(tmp_path, model_folder, "steps=500", "checkpoint.every=1000")
+def test_signals_save_and_leave(tmp_path: Path, model_folder: Path, spawn: Spawn, number: int, code: int) -> None:
+    process = spawn(tmp_path, model_folder, "steps=500", "checkpoint.every=1000")
     _wait_for_step(tmp_path, 2, process)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
@@ -252,12 +275,12 @@ def test_signals_save_and_leave(tmp_path: Path, model_folder: Path, number: int,
 
 @pytest.mark.slow
 def test_kill_at_random_moments_then_resume_equals_the_uninterrupted_run(
-    tmp_path: Path, model_folder: Path, finished: Path
+    tmp_path: Path, model_folder: Path, finished: Path, spawn: Spawn
 ) -> None:
     rng = random.Random(0)
     kills = 0
     while True:
-        process = _spawn(tmp_path, model_folder, "checkpoint.every=1")
+        process = spawn(tmp_path, model_folder, "checkpoint.every=1")
         before = len(_metrics(tmp_path)) if (tmp_path / "run" / "metrics.jsonl").exists() else 0
         try:
             process.communicate(timeout=5 + rng.uniform(0, 3) if kills < 20 else 120)
@@ -274,8 +297,10 @@ def test_kill_at_random_moments_then_resume_equals_the_uninterrupted_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_change_nothing_but_rounding(tmp_path: Path, model_folder: Path, finished: Path, ranks: int) -> None:
-    process = _spawn(tmp_path, model_folder, ranks=ranks)
+def test_ranks_change_nothing_but_rounding(
+    tmp_path: Path, model_folder: Path, finished: Path, spawn: Spawn, ranks: int
+) -> None:
+    process = spawn(tmp_path, model_folder, ranks=ranks)
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
     for ours, theirs in zip(_metrics(tmp_path), _metrics(finished), strict=True):
@@ -288,8 +313,8 @@ def test_ranks_change_nothing_but_rounding(tmp_path: Path, model_folder: Path, f
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_of_two_ranks_takes_both_out(tmp_path: Path, model_folder: Path) -> None:
-    process = _spawn(tmp_path, model_folder, "steps=500", "checkpoint.every=1000", ranks=2)
+def test_a_signal_to_one_of_two_ranks_takes_both_out(tmp_path: Path, model_folder: Path, spawn: Spawn) -> None:
+    process = spawn(tmp_path, model_folder, "steps=500", "checkpoint.every=1000", ranks=2)
     _wait_for_step(tmp_path, 1, process)
     children = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
@@ -302,6 +327,17 @@ def test_a_signal_to_one_of_two_ranks_takes_both_out(tmp_path: Path, model_folde
     assert found is not None
     assert found[0] == len(_metrics(tmp_path))
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_without_anything_to_train_on_takes_part(tmp_path: Path, model_folder: Path, spawn: Spawn) -> None:
+    process = spawn(tmp_path, model_folder, "steps=2", ranks=2, environment={"SCRIPTED_SILENT_RANK": "1"})
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    for line in _metrics(tmp_path):
+        assert line["groups_dropped"] >= 3
+        assert line["empty"] == 0
+        assert 0 < line["train_episodes"] <= 12
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
