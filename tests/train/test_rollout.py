@@ -220,7 +220,7 @@ def _turns(codec: ChatCodec, texts: Sequence[tuple[list[int], str]]) -> TurnEngi
 
 
 GOLD = "SELECT name FROM item WHERE id > 0"
-SUBMIT = 'so</think>{"tool": "submit_sql", "args": {"sql": "%s"}}' % GOLD
+SUBMIT = 'so</think>{"tool": "submit_sql", "args": {"sql": "' + GOLD + '"}}'
 LOOK = 'look</think>{"tool": "run_query", "args": {"sql": "SELECT * FROM item"}}'
 
 
