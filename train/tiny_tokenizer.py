@@ -33,10 +33,11 @@ TEXT_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respons
 
 _SQL = (
     *("SELECT ", " FROM ", " WHERE ", " = ", " ORDER BY ", " DESC LIMIT 1", " GROUP BY ", ", ", ", SUM("),
+    *("SELECT T1.", ", T2.", " AS T1 JOIN ", " AS T2 ON T1.", " = T2.id", " WHERE T2."),
     *("SELECT COUNT(*) FROM ", "SELECT MAX(", "SELECT MIN(", "SELECT SUM(", "SELECT AVG(", ")", ") FROM "),
 )
 _RESULTS = (
-    *("CREATE TABLE ", " (id INTEGER PRIMARY KEY, ", " INTEGER, ", " INTEGER)"),
+    *("CREATE TABLE ", " (id INTEGER PRIMARY KEY, ", " INTEGER, ", " INTEGER)", " INTEGER REFERENCES ", "(id))"),
     *("Error: no such table: ", "Error: no such column: ", "; did you mean ", "?"),
 )
 _ROLES = ("\n", "\n\n", "system\n", "user\n", "assistant\n")
@@ -52,8 +53,7 @@ def phrases() -> list[str]:
         pieces.add(f'\n\n{{"tool": "{tool.name}", "args": {arguments}')
     pieces.add('"}}')
     for kind in KINDS.values():
-        words = first_user_message(kind.question).replace("{t}", "\0").replace("{a}", "\0").replace("{b}", "\0")
-        pieces |= {part for part in words.replace("{v}", "\0").split("\0") if len(part) > 1}
+        pieces |= {part for part in re.split(r"\{\w\}", first_user_message(kind.question)) if len(part) > 1}
     return sorted(pieces)
 
 

@@ -25,7 +25,7 @@ from pydantic import model_validator
 from shared.chat import ChatCodec
 from shared.config import StrictModel
 from shared.data.example import Example
-from shared.data.toy import KINDS, SUFFIXES, ToyQuestion
+from shared.data.toy import SUFFIXES, ToyQuestion
 from shared.engines.base import Completion
 from shared.episode import Episode, EpisodeConfig
 from shared.sql.sandbox import Sandbox
@@ -81,7 +81,7 @@ def oracle_turns(question: ToyQuestion, rng: random.Random, mix: TraceMix) -> li
     database = question.database
     kind = question.kind
     if rng.random() < mix.wrong:
-        kind = rng.choice([other for other in KINDS if other != kind])
+        kind = rng.choice([other for other in question.table.kinds if other != kind])
     way = rng.choices(("careful", "hasty", "blind", "bold"), (mix.careful, mix.hasty, mix.blind, mix.bold))[0]
     if way == "blind":
         return [turn_text("submit_sql", sql=question.sql("", "", kind))]
@@ -93,7 +93,7 @@ def oracle_turns(question: ToyQuestion, rng: random.Random, mix: TraceMix) -> li
     if way == "hasty":
         return [*turns, turn_text("submit_sql", sql=question.sql(database.table_suffix, rng.choice(SUFFIXES), kind))]
     sql = question.sql(database.table_suffix, database.column_suffix, kind)
-    turns.append(turn_text("describe_table", table_name=question.table + database.table_suffix))
+    turns.append(turn_text("describe_table", table_name=question.table.name + database.table_suffix))
     if rng.random() < mix.check:
         turns.append(turn_text("run_query", sql=sql))
     return [*turns, turn_text("submit_sql", sql=sql)]

@@ -45,7 +45,8 @@ _HELD_OUT_SHARE = 5  # one name in five
 class Kind:
     """A kind of question: its wording, its query, how hard it is called.
 
-    `{t}`, `{a}`, `{b}` stand for a table and two of its columns, `{v}` for a value of `a`.
+    `{t}`, `{a}`, `{b}` stand for a table and two of its columns, `{v}` for a value of `a`. A joining kind has
+    `{p}`, the table that `t` refers to, `{l}`, the column that does, `{c}`, a column of `p`; `{v}` is a value of `c`.
     """
 
     question: str
@@ -73,18 +74,39 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "group": Kind(
             "For each {a} of {t}, what is the total {b}?", "SELECT {a}, SUM({b}) FROM {t} GROUP BY {a}", "hard"
         ),
+        "join": Kind(
+            "List the {a} of every {t} and the {c} of its {p}.",
+            "SELECT T1.{a}, T2.{c} FROM {t} AS T1 JOIN {p} AS T2 ON T1.{l} = T2.id",
+            "hard",
+        ),
+        "join_where": Kind(
+            "List the {a} of every {t} whose {p} has {c} {v}.",
+            "SELECT T1.{a} FROM {t} AS T1 JOIN {p} AS T2 ON T1.{l} = T2.id WHERE T2.{c} = {v}",
+            "hard",
+        ),
     }
 )
+_JOINS = ("join", "join_where")
 
 
 @dataclass(frozen=True)
 class ToyTable:
-    """A table by its bare names. `groups` is the one column whose values repeat; rows leave the id out."""
+    """A table by its bare names; rows leave the id out.
+
+    `groups` is the one column whose values repeat. With a `parent`, the last value of a row is the id of a row of that
+    table, in a column that has the parent's name.
+    """
 
     name: str
     columns: tuple[str, ...]
     groups: str
     rows: tuple[Row, ...]
+    parent: str | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of question that can be asked about it."""
+        return tuple(kind for kind in KINDS if self.parent is not None or kind not in _JOINS)
 
 
 @dataclass(frozen=True)
@@ -98,34 +120,40 @@ class ToyDatabase:
 
     def create_sql(self, table: ToyTable) -> str:
         """The CREATE TABLE statement, on one line."""
-        columns = ", ".join(f"{column}{self.column_suffix} INTEGER" for column in table.columns)
-        return f"CREATE TABLE {table.name}{self.table_suffix} (id INTEGER PRIMARY KEY, {columns})"
+        columns = [f"{column}{self.column_suffix} INTEGER" for column in table.columns]
+        if table.parent is not None:
+            target = f"{table.parent}{self.table_suffix}(id)"
+            columns.append(f"{table.parent}{self.column_suffix} INTEGER REFERENCES {target}")
+        return f"CREATE TABLE {table.name}{self.table_suffix} (id INTEGER PRIMARY KEY, {', '.join(columns)})"
 
     def fill(self, connection: sqlite3.Connection) -> None:
         """Create and fill the tables."""
         for table in self.tables:
             connection.execute(self.create_sql(table))
-            marks = ", ".join("?" for _ in table.columns)
+            marks = ", ".join("?" for _ in table.rows[0])
             connection.executemany(f"INSERT INTO {table.name}{self.table_suffix} VALUES (NULL, {marks})", table.rows)
         connection.commit()
 
 
 @dataclass(frozen=True)
 class ToyQuestion:
-    """A question by its bare names: what is asked (`kind`), about which table, columns `a` and `b`, value `v`."""
+    """A question by its bare names: see `Kind` for what they stand for; `c` is empty where the table has no parent."""
 
     question_id: str
     database: ToyDatabase
     kind: str
-    table: str
+    table: ToyTable
     a: str
     b: str
+    c: str
     v: int
 
     @property
     def text(self) -> str:
         """The question in words, with bare names."""
-        return KINDS[self.kind].question.format(t=self.table, a=self.a, b=self.b, v=self.v)
+        return KINDS[self.kind].question.format(
+            t=self.table.name, a=self.a, b=self.b, p=self.table.parent, c=self.c, v=self.v
+        )
 
     @property
     def gold_sql(self) -> str:
@@ -134,8 +162,16 @@ class ToyQuestion:
 
     def sql(self, table_suffix: str, column_suffix: str, kind: str | None = None) -> str:
         """The query with other suffixes, or of another kind: what an agent writes that guesses or errs."""
-        a, b = self.a + column_suffix, self.b + column_suffix
-        return KINDS[kind or self.kind].sql.format(t=self.table + table_suffix, a=a, b=b, v=self.v)
+        parent = self.table.parent or ""
+        return KINDS[kind or self.kind].sql.format(
+            t=self.table.name + table_suffix,
+            p=parent + table_suffix,
+            l=parent + column_suffix,
+            a=self.a + column_suffix,
+            b=self.b + column_suffix,
+            c=self.c + column_suffix,
+            v=self.v,
+        )
 
 
 def toy_names(split: Split) -> list[tuple[str, str]]:
@@ -180,17 +216,21 @@ def toy_questions(split: Split, n_databases: int, n_questions: int, seed: int) -
 
 
 def _database(db_id: str, names: Sequence[tuple[str, str]], rng: random.Random) -> ToyDatabase:
-    """Two or three tables of three or four columns. No two names of a database share a syllable."""
+    """Two or three tables of three or four columns; all others refer to the first. No two names share a syllable."""
     n_columns = [rng.randint(3, 4) for _ in range(rng.randint(2, 3))]
     words = _unalike(names, len(n_columns) + sum(n_columns), rng)
     n_rows = rng.sample(range(6, 10), len(n_columns))  # of different sizes, so that counts differ
     table_suffix, column_suffix = rng.sample(SUFFIXES, 2)
-    tables = []
+    tables: list[ToyTable] = []
     for n, size in zip(n_columns, n_rows, strict=True):
         columns = tuple(words.pop() for _ in range(n))
         groups = rng.choice(columns)
         values = [_values(size, column == groups, rng) for column in columns]
-        tables.append(ToyTable(words.pop(), columns, groups, tuple(zip(*values, strict=True))))
+        if tables:
+            values.append([rng.randint(1, len(tables[0].rows)) for _ in range(size)])
+        parent = tables[0].name if tables else None
+        tables.append(ToyTable(words.pop(), columns, groups, tuple(zip(*values, strict=True)), parent))
+    rng.shuffle(tables)
     return ToyDatabase(db_id, tuple(tables), table_suffix, column_suffix)
 
 
@@ -219,17 +259,21 @@ def _values(size: int, repeating: bool, rng: random.Random) -> list[int]:
 def _question(
     question_id: str, database: ToyDatabase, kind: str, rng: random.Random, connection: sqlite3.Connection
 ) -> ToyQuestion:
-    """A question of `kind` whose gold result no other kind of question gives over the same names."""
+    """A question of `kind` whose gold result is not empty, and is that of no other kind over the same names."""
+    tables = [table for table in database.tables if kind in table.kinds]
     while True:
-        table = rng.choice(database.tables)
+        table = rng.choice(tables)
         measures = [column for column in table.columns if column != table.groups]
         rng.shuffle(measures)
         a = table.groups if kind in ("count_where", "list_where", "group") else measures.pop()
-        b = measures.pop()
-        v = rng.choice(table.rows)[table.columns.index(a)]
-        question = ToyQuestion(question_id, database, kind, table.name, a, b, v)
-        results = {k: _result(question, k, connection) for k in KINDS}
-        if all(results[k] != results[kind] for k in KINDS if k != kind):
+        parent = next((other for other in database.tables if other.name == table.parent), None)
+        c = parent.groups if parent is not None else ""
+        source, filtered = (parent, c) if parent is not None and kind == "join_where" else (table, a)
+        v = rng.choice(source.rows)[source.columns.index(filtered)]
+        question = ToyQuestion(question_id, database, kind, table, a, measures.pop(), c, v)
+        results = {other: _result(question, other, connection) for other in table.kinds}
+        gold = results.pop(kind)
+        if gold and gold not in results.values():
             return question
 
 
