@@ -136,8 +136,8 @@ class TokenizerCodec(ChatCodec):
                 f"the chat template of {_name(tokenizer)} ends a turn with {self.texts.turn_end!r}, "
                 "which is not one token; use the tokenizer that belongs to the model"
             )
-        extra = [tokenizer.convert_tokens_to_ids("<|endoftext|>"), tokenizer.eos_token_id, *stop_ids]
-        known = {i for i in extra if isinstance(i, int) and i != tokenizer.unk_token_id}
+        extra = [tokenizer.get_vocab().get("<|endoftext|>"), tokenizer.eos_token_id, *stop_ids]
+        known = {i for i in extra if isinstance(i, int)}
         self.stop_ids = (end[0], *sorted(known - {end[0]}))
 
     def encode_text(self, text: str) -> list[int]:
