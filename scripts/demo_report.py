@@ -45,7 +45,7 @@ def results_table(before: dict[str, Any], after: dict[str, Any], comparison: dic
         f"{after['official']:.1%}",
         f"{100 * comparison['delta']:+.1f} points",
         f"{100 * low:+.1f} to {100 * high:+.1f}",
-        f"{comparison['p']:.1e}",
+        f"{comparison['p']:.4f}" if comparison["p"] >= 1e-4 else f"{comparison['p']:.1e}",
     )
     for name, key, form in (
         ("strict", "strict", "{:.1%}"),
