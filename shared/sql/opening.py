@@ -51,6 +51,13 @@ class Opened:
             self.connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, length)
             self.length = length
 
+    def reverse_unordered(self) -> None:
+        """Walk tables and indexes backwards where SQL leaves the order open. The connection is not kept after this."""
+        self.connection.set_authorizer(None)
+        self.connection.execute("PRAGMA reverse_unordered_selects = ON").close()
+        self.connection.set_authorizer(self.guard.authorize)
+        self.guard.plain = False
+
     def accept_bad_text(self) -> None:
         """From now on TEXT that is not UTF-8 arrives as RawText instead of ending the fetch."""
         self.connection.text_factory = decode_text
@@ -170,7 +177,8 @@ class Databases:
     def _from_image(self, data: bytes, identity: tuple[Any, ...]) -> Opened:
         connection = _connect("file::memory:")
         try:
-            connection.deserialize(data)
+            if data:
+                connection.deserialize(data)
         except BaseException:
             connection.close()
             raise

@@ -127,9 +127,10 @@ def _interrupted(error: Exception) -> bool:
 
 
 def build(full_schema: str, schema_content: str, expired: Callable[[], bool]) -> tuple[bytes, list[str]]:
-    """Return the database's image (as `Connection.serialize` gives it) and notes on what was skipped or clamped.
+    """Return the database's image and notes on what was lost.
 
-    `expired` is polled while SQLite works; once true, the build stops with sqlite3.OperationalError.
+    The image is what `Connection.serialize` gives, b"" for a database without any table. `expired` is
+    polled while SQLite works; once true, the build stops with sqlite3.OperationalError.
     """
     connection = sqlite3.connect(":memory:")
     try:
@@ -162,6 +163,7 @@ def build(full_schema: str, schema_content: str, expired: Callable[[], bool]) ->
         else:
             notes.add("the row content is not an object of tables, no rows")
         connection.commit()
-        return connection.serialize(), notes.result()
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        return connection.serialize() if pages else b"", notes.result()
     finally:
         connection.close()

@@ -29,7 +29,14 @@ _ESCAPES, _FRAME_BYTES = 6, 8 << 20
 
 
 class WorkerDied(Exception):
-    """The process ended without an answer, of its own accord or killed by someone else."""
+    """The process ended without an answer, of its own accord or killed by someone else.
+
+    `during_start`: before it had seen the request.
+    """
+
+    def __init__(self, message: str, *, during_start: bool = False) -> None:
+        super().__init__(message)
+        self.during_start = during_start
 
 
 class WorkerTimeout(Exception):
@@ -72,9 +79,9 @@ class WorkerProcess:
 
     def ask(self, request: dict[str, Any], seconds: float, max_bytes: int) -> dict[str, Any]:
         """Send a request that may take `seconds` and return the answer. After an exception the worker is gone."""
+        if not self._ready:
+            self._await_ready()
         try:
-            if not self._ready:
-                self._await_ready()
             deadline = time.monotonic() + seconds + _PARENT_GRACE
             self._bound_waits(seconds + _PARENT_GRACE)
             body = encode(request)
@@ -101,6 +108,8 @@ class WorkerProcess:
                 raise EOFError
         except (OSError, EOFError) as error:
             code = self.kill()
+            if code < 0:  # a signal from outside: another one may do better
+                raise WorkerDied(f"signal {-code}", during_start=True) from error
             raise SetupError(
                 f"a SQL worker did not start (exit status {code}); try: {sys.executable} -I -S -c 'import sqlite3'"
             ) from error
@@ -147,6 +156,11 @@ class WorkerProcess:
         if not data:
             raise EOFError
         return data
+
+    def stop(self) -> None:
+        """Kill the process while another thread waits for its answer: that one finds the line closed and reaps."""
+        if not self.gone:
+            self._process.kill()
 
     def kill(self) -> int:
         """End the process, reap it, free its descriptors, and return its exit status (negative: a signal)."""

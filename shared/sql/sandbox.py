@@ -30,7 +30,8 @@ _BUILD_SECONDS = 60.0
 SCHEMA_SECONDS = 30.0
 _BUILD_MEMORY = 1 << 30
 _SCHEMA_BYTES = 256 << 20
-_ATTEMPTS = 3
+_MAX_CRASHES = 5
+_MAX_BAD_STARTS = 20
 _MAX_KNOWN = 4096
 
 
@@ -94,6 +95,7 @@ class Sandbox:
 
     def _reset(self) -> None:
         self._idle: list[WorkerProcess] = []
+        self._busy: set[WorkerProcess] = set()
         self._started = 0
         self._closed = False
         self._pid = os.getpid()
@@ -117,14 +119,30 @@ class Sandbox:
         for worker in idle:
             worker.kill()
 
+    def abort(self) -> None:
+        """Close at once, for a program that was told to stop: calls under way lose their worker (RuntimeError)."""
+        with self._changed:
+            self._closed = True
+            for worker in self._busy:
+                worker.stop()
+        self.close()
+
     def query(
-        self, database: Database, sql: str, limits: Limits = _DEFAULT_LIMITS, *, check_names: bool = False
+        self,
+        database: Database,
+        sql: str,
+        limits: Limits = _DEFAULT_LIMITS,
+        *,
+        check_names: bool = False,
+        reverse_unordered: bool = False,
     ) -> QueryResult:
         """Run one statement and wait for its result. Nothing that `sql` says makes this raise.
 
         `check_names` finds double-quoted names that SQLite read as strings (`QueryResult.unmatched`);
-        the result is the same either way. A database that cannot be read gives the outcome
-        "setup_error". SetupError only when no worker can be started; RuntimeError after `close`.
+        the result is the same either way. `reverse_unordered` runs the statement under PRAGMA
+        reverse_unordered_selects: a result that differs then depends on an order the SQL leaves open.
+        A database that cannot be read gives the outcome "setup_error". SetupError only when no worker
+        can be started; RuntimeError after `close`.
         """
         request = {
             "op": "query",
@@ -133,6 +151,7 @@ class Sandbox:
             "max_bytes": limits.max_bytes,
             "max_length": limits.max_length,
             "names": check_names,
+            "reverse": reverse_unordered,
         }
         answer = self._ask(database, request, limits.seconds, limits.memory_bytes, limits.max_bytes)
         if answer["outcome"] != "ok":
@@ -178,16 +197,20 @@ class Sandbox:
         if reference is None:
             return _failed("setup_error", f"{name}: the path holds a NUL character")
         request |= {"db": reference, "memory": memory}
-        left = seconds
-        for _ in range(_ATTEMPTS):
+        left, crashes, bad_starts = seconds, 0, 0
+        while crashes < _MAX_CRASHES:
             worker = self._acquire(reference["key"])
             started = time.monotonic()
             try:
                 answer = self._ask_worker(worker, database, request | {"seconds": left}, max_bytes)
             except WorkerTimeout:
                 return _failed("timeout", "the query took too long", time.monotonic() - started)
-            except WorkerDied:
+            except WorkerDied as error:
                 left = max(left - (time.monotonic() - started), 0.01)
+                if not error.during_start:
+                    crashes += 1
+                elif (bad_starts := bad_starts + 1) == _MAX_BAD_STARTS:
+                    raise SetupError(f"{bad_starts} SQL workers in a row were killed while they started") from error
                 continue
             finally:
                 self._release(worker)
@@ -236,6 +259,7 @@ class Sandbox:
                     worker = self._idle.pop(at)
                     if worker.alive():
                         worker.last_key = key
+                        self._busy.add(worker)
                         return worker
                     worker.kill()
                     self._started -= 1
@@ -244,22 +268,31 @@ class Sandbox:
                     break
                 self._changed.wait()
         try:
-            return WorkerProcess(key, self._directory)
+            worker = WorkerProcess(key, self._directory)
         except BaseException:
             with self._changed:
                 self._started -= 1
                 self._changed.notify()
             raise
+        self._lend(worker)
+        return worker
+
+    def _lend(self, worker: WorkerProcess) -> None:
+        with self._changed:
+            self._busy.add(worker)
+            if self._closed:  # aborted while it started
+                worker.stop()
 
     def _release(self, worker: WorkerProcess) -> None:
         with self._changed:
-            if worker.gone or self._closed or self._pid != os.getpid():
-                self._started -= 1
-            else:
+            self._busy.discard(worker)
+            kept = not (worker.gone or self._closed or self._pid != os.getpid())
+            if kept:
                 self._idle.append(worker)
-                worker = None  # type: ignore[assignment]
+            else:
+                self._started -= 1
             self._changed.notify()
-        if worker is not None:
+        if not kept:
             worker.kill()
 
 

@@ -4,7 +4,7 @@ It reads length-prefixed JSON messages on descriptor 0 and answers on the same s
 it. It imports little, on purpose: it starts in tens of milliseconds, and what is not there can't be misused.
 
 Requests (key "op"; each with db, seconds, memory):
-    query   sql, max_rows, max_bytes, max_length, names -> outcome, columns, rows, truncated, unmatched
+    query   sql, max_rows, max_bytes, max_length, names, reverse -> outcome, columns, rows, truncated, unmatched
     schema  -> outcome, schema (see `introspect`)
     build   full_schema, schema_content -> outcome, notes
 Every answer has seconds; one that failed has outcome and message. `db` is {"key", "path", "uri"}; path and
@@ -101,6 +101,8 @@ class Worker:
     def _query(self, request: dict[str, Any], started: float) -> bytes:
         def work(opened: Opened) -> bytes:
             opened.allow_length(int(request["max_length"]))
+            if request["reverse"]:
+                opened.reverse_unordered()
             return run_query(
                 opened,
                 request["sql"],
