@@ -3,6 +3,7 @@
 import copy
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,7 +39,7 @@ from train.rollout import (
 )
 from train.run import CONFIG_COPY
 from train.state import read_state, restore, save_run
-from train.stopping import StopFlag, StoppableEngine, StopRequested
+from train.stopping import StopFlag, StoppableEngine, StopRequested, only_one
 from train.trainer import Trainer
 
 
@@ -111,6 +112,12 @@ def run_training(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: E
         raise SetupError(
             f"rollout.questions {config.rollout.questions} does not divide by {accelerator.num_processes} ranks"
         )
+    with only_one(config.output) if accelerator.is_main_process else nullcontext():
+        return _run(config, pool, stop, make_engine, accelerator)
+
+
+def _run(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: EngineFactory, accelerator: Accelerator) -> int:
+    """Load what there is, write down the config, and go."""
     log = RunLog(config.output, config.steps, main=accelerator.is_main_process)
     found = newest_complete(config.output, log.say)
     if found is None and list_checkpoints(config.output):
@@ -128,7 +135,6 @@ def run_training(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: E
     if resumed:
         restore(trainer, resumed)
     if accelerator.is_main_process:
-        config.output.mkdir(parents=True, exist_ok=True)
         (config.output / CONFIG_COPY).write_text(dump_config(config), encoding="utf-8")
         stop.clear()
     accelerator.wait_for_everyone()

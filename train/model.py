@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.chat import TokenizerCodec
+from shared.engines.tokenizer import first_line, load_tokenizer
 from shared.errors import SetupError
 from train.config import ModelConfig
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,27 @@ def check_model_path(path: str) -> None:
         raise SetupError(f"model.path: {path} is neither a folder nor a hub id (owner/name)")
 
 
+def model_folder(path: str, revision: str | None = None) -> Path:
+    """The folder itself, or where the hub's cache has the repository (fetched first unless HF_HUB_OFFLINE is set).
+
+    From here on everything is read from local files: transformers would otherwise ask the hub for optional ones.
+    SetupError when it is neither.
+    """
+    check_model_path(path)
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as error:
+        raise SetupError(
+            f"model.path: {path} is no folder, and the hub's cache does not have it ({first_line(error)}); "
+            f"where there is a network: hf download {path}"
+        ) from error
+
+
 def load_codec(path: str, revision: str | None = None) -> tuple[Any, TokenizerCodec]:
     """The tokenizer of a model and its chat codec. SetupError when there is none, or its template is unfit."""
-    check_model_path(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise SetupError(f"model.path: the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
+    tokenizer = load_tokenizer(model_folder(path, revision))
     return tokenizer, TokenizerCodec(tokenizer)
 
 
@@ -58,20 +75,19 @@ def load_model(config: ModelConfig, path: str | None = None) -> PreTrainedModel:
     SetupError when it cannot be loaded, or when the folder lacks some of its weights: transformers would fill
     those with random numbers.
     """
-    source = path or config.path
-    check_model_path(source)
+    folder = model_folder(config.path, config.revision) if path is None else model_folder(path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=config.revision if path is None else None,
+            folder,
             dtype=getattr(torch, config.dtype),
             attn_implementation=config.attention,
+            local_files_only=True,
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise SetupError(f"model.path: {source} cannot be loaded: {_first_line(error)}") from error
+        raise SetupError(f"model.path: {folder} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
-        raise SetupError(f"model.path: {source} lacks {len(missing)} weights of its model, {missing[0]} for one")
+        raise SetupError(f"model.path: {folder} lacks {len(missing)} weights of its model, {missing[0]} for one")
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     loaded: PreTrainedModel = model.eval()
@@ -88,7 +104,3 @@ def save_policy(policy: Policy, folder: Path) -> None:
     """Write a folder that `load_policy` and transformers read: weights, configs, tokenizer and chat template."""
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

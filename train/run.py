@@ -19,16 +19,20 @@ from shared.config import dump_config
 from shared.errors import SetupError
 from train.config import TrainConfig, load_train_config
 from train.pool import load_pool
-from train.stopping import StopFlag
+from train.stopping import LOCK, STOP_FILE, StopFlag
 
 CONFIG_COPY = "config.yaml"
+# What a run that was killed early may have left without a config.yaml.
+_OWN = {"toy", LOCK, STOP_FILE}
 
 
 def check_output(output: Path) -> None:
     """SetupError when the folder holds something that is not a run of ours."""
     if output.exists() and not output.is_dir():
         raise SetupError(f"output: {output} is a file; give a folder")
-    if output.is_dir() and any(output.iterdir()) and not (output / CONFIG_COPY).is_file():
+    if not output.is_dir() or (output / CONFIG_COPY).is_file():
+        return
+    if any(path.name not in _OWN for path in output.iterdir()):
         raise SetupError(f"output: {output} holds other files and no run; give an empty or new folder")
 
 
@@ -38,7 +42,11 @@ def train(config: TrainConfig) -> int:
 
     check_output(config.output)
     load_codec(config.model.path, config.model.revision)
-    pool = load_pool(config.data, config.output, config.seed)
+    from accelerate import PartialState
+
+    # One process writes the toy databases, or fills the hub's cache; the others find them there.
+    with PartialState(cpu=config.device == "cpu").main_process_first():
+        pool = load_pool(config.data, config.output, config.seed)
     if config.rollout.questions > len(pool.examples):
         raise SetupError(
             f"the pool has {len(pool.examples)} questions, a step draws {config.rollout.questions}: "

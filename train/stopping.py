@@ -4,6 +4,7 @@ The handler sets a flag and leaves the file, so that a signal to one rank reache
 between the engine's steps and between micro-batches; nothing of the step in progress is kept.
 """
 
+import fcntl
 import os
 import signal
 import time
@@ -13,11 +14,25 @@ from pathlib import Path
 from types import FrameType
 
 from shared.engines.base import Completion, Engine, Request
+from shared.errors import SetupError
 
 # EX_TEMPFAIL of sysexits.h: "try again later". A scheduler requeues on it, and the run continues.
 EXIT_REQUEUE = 75
 STOP_FILE = "STOP"
+LOCK = ".lock"
 _LOOK_EVERY = 1.0
+
+
+@contextmanager
+def only_one(output: Path) -> Iterator[None]:
+    """Hold the run's folder while inside. SetupError when another process on this machine holds it."""
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SetupError(f"output: {output} is in use by another run; wait for it or give another folder") from None
+        yield
 
 
 class StopRequested(Exception):

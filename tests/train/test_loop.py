@@ -22,7 +22,7 @@ from shared.errors import SetupError
 from train.checkpoint import newest_complete
 from train.config import TrainConfig
 from train.run import main
-from train.stopping import EXIT_REQUEUE, STOP_FILE
+from train.stopping import EXIT_REQUEUE, STOP_FILE, only_one
 
 Spawn = Callable[..., subprocess.Popen[str]]
 PROGRAM = Path(__file__).parent / "scripted_run.py"
@@ -225,6 +225,11 @@ def test_the_gate_stops_before_the_first_update_and_says_the_figures(tmp_path: P
         _run(tmp_path, model_folder, gap=0.05)
     assert newest_complete(tmp_path / "run") is None
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_in_progress_keeps_its_folder(tmp_path: Path, model_folder: Path) -> None:
+    with only_one(tmp_path / "run"), pytest.raises(SetupError, match="in use by another run"):
+        _run(tmp_path, model_folder)
 
 
 def test_episodes_of_other_weights_are_refused(tmp_path: Path, model_folder: Path) -> None:
