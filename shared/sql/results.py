@@ -4,13 +4,14 @@ A result is a sequence of rows, a row a sequence of cells, a cell what SQLite ha
 str, bytes or None. Cells compare as Python compares them, which is what the published evaluators do:
 numbers across types and exactly (1 == 1.0, 0.0 == -0.0, 2**53 + 1 != 2.0**53), text by code point
 (no trimming, no folding, no Unicode normalisation), text never equals a number, bytes never equal text,
-None equals only None. There is no tolerance anywhere. NaN cannot come out of SQLite (it is stored as NULL).
+None equals only None. There is no tolerance but in `fair_equal`. NaN cannot come out of SQLite (it is stored as NULL).
 
 Nothing here executes SQL: whether a query failed is the caller's business (a failed query has no rows,
 and must not be passed off as an empty result). Text that is not valid UTF-8 arrives from the sandbox as
 a value of its own kind, which equals another such value with the same bytes and nothing else.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -43,6 +44,57 @@ def strict_equal(pred: Iterable[Row], gold: Iterable[Row]) -> bool:
     False
     """
     return list(map(tuple, pred)) == list(map(tuple, gold))
+
+
+def fair_equal(pred: Iterable[Row], gold: Iterable[Row], *, ordered: bool) -> bool:
+    """Duplicates count always, order only where gold asks for one, and numbers up to float noise.
+
+    With `ordered` (the gold query has an ORDER BY) the lists of rows are equal, without it the multisets.
+    A number with a fraction counts with 12 significant digits: summing in another order changes those behind.
+
+    >>> fair_equal([(2,), (1,)], [(1,), (2,)], ordered=False), fair_equal([(0.1 + 0.2,)], [(0.3,)], ordered=True)
+    (True, True)
+    """
+    a, b = rounded(pred), rounded(gold)
+    return a == b if ordered else Counter(a) == Counter(b)
+
+
+def rounded(rows: Iterable[Row]) -> list[tuple[Any, ...]]:
+    """The rows, with numbers that have a fraction cut to 12 significant digits. Whole numbers stay exact."""
+
+    def cut(cell: Any) -> Any:
+        return float(f"{cell:.12g}") if type(cell) is float and not cell.is_integer() else cell
+
+    return [tuple(map(cut, row)) for row in rows]
+
+
+def set_digest(rows: Iterable[Row]) -> str:
+    """sha256 (hex) of the *set* of rows: equal exactly for results that `official_equal` calls equal.
+
+    >>> set_digest([(1,), (1.0,)]) == set_digest([(True,)])
+    True
+    """
+    digest = hashlib.sha256()
+    for row in sorted({_row_text(row) for row in rows}):
+        digest.update(row.encode("utf-8", "surrogatepass") + b"\x1e")
+    return digest.hexdigest()
+
+
+def _row_text(row: Row) -> str:
+    """A text for each row, the same for equal rows only: lengths keep cells apart, whatever they hold."""
+    cells = [_cell_text(cell) for cell in row]
+    return "".join(f"{len(cell)}:{cell}" for cell in cells)
+
+
+def _cell_text(cell: Any) -> str:
+    if cell is None:
+        return "n"
+    if isinstance(cell, bytes):
+        return f"b{cell.hex()}"
+    if isinstance(cell, str):
+        raw = getattr(cell, "raw", None)  # TEXT that is not UTF-8
+        return f"s{cell}" if raw is None else f"t{raw.hex()}"
+    return f"i{int(cell)}" if isinstance(cell, int) or cell.is_integer() else f"f{cell!r}"
 
 
 def soft_f1(pred: Iterable[Row], gold: Iterable[Row]) -> float:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.sql.results import multiset_cell_f1, multiset_row_f1, official_equal, soft_f1, strict_equal
+from shared.sql.results import (
+    fair_equal,
+    multiset_cell_f1,
+    multiset_row_f1,
+    official_equal,
+    set_digest,
+    soft_f1,
+    strict_equal,
+)
 from shared.sql.sandbox import BadText
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "results_cases.jsonl").read_text().splitlines()]
@@ -60,3 +68,50 @@ def test_row_f1_is_a_symmetric_share_that_is_one_only_for_equal_multisets(pred: 
 @given(results)
 def test_duplicates_and_order_never_change_the_official_verdict(rows: list[Any]) -> None:
     assert official_equal(rows + rows[:1], list(reversed(rows)))
+
+
+@given(results, results)
+def test_digests_agree_exactly_where_the_official_rule_does(a: list[Any], b: list[Any]) -> None:
+    assert (set_digest(a) == set_digest(b)) is official_equal(a, b)
+
+
+def test_digests_tell_apart_what_only_looks_alike() -> None:
+    kinds = [
+        None,
+        0,
+        1,
+        2**53 + 1,
+        2.0**53,
+        0.5,
+        float("inf"),
+        "",
+        "0",
+        "n",
+        "None",
+        b"",
+        b"0",
+        BadText(b"\xff"),
+        "\ufffd",
+    ]
+    assert len({set_digest([(cell,)]) for cell in kinds}) == len(kinds)
+    assert set_digest([(1, 0.0)]) == set_digest([(True, -0.0), (1.0, 0)])
+    assert len({set_digest(rows) for rows in ([("a", "b")], [("a2:sb",)], [("a",), ("b",)], [("ab",)], [])}) == 5
+
+
+@given(results, results)
+def test_fair_lies_between_official_and_strict(pred: list[Any], gold: list[Any]) -> None:
+    if strict_equal(pred, gold):
+        assert fair_equal(pred, gold, ordered=True)
+    if fair_equal(pred, gold, ordered=True):
+        assert fair_equal(pred, gold, ordered=False)
+    if fair_equal(pred, gold, ordered=False):
+        assert official_equal(pred, gold)  # none of these numbers needs rounding
+
+
+def test_fair_forgives_float_noise_and_nothing_larger() -> None:
+    assert fair_equal([(0.1 + 0.2,), (2,)], [(0.3,), (2.0,)], ordered=True)
+    assert fair_equal([(123456789.12000001,)], [(123456789.12,)], ordered=True)
+    assert not fair_equal([(0.30000001,)], [(0.3,)], ordered=True)
+    assert not fair_equal([(2**53 + 1,)], [(2.0**53,)], ordered=True)
+    assert not fair_equal([(1,), (1,)], [(1,)], ordered=False)
+    assert not fair_equal([(float("inf"),)], [(None,)], ordered=False)
