@@ -9,6 +9,7 @@ from eval.measures import Record, length_quantiles
 from eval.stats import paired_bootstrap
 
 LEVEL = 0.95
+_LEVELS = ("simple", "moderate", "challenging", "easy", "medium", "hard", "extra")
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,17 @@ def group_by(records: Sequence[Record], label: Callable[[Record], str]) -> dict[
     return groups
 
 
+def difficulty_order(label: str) -> tuple[int, str]:
+    """Sorts BIRD's and Spider's levels from easy to hard, and unknown ones after them by name."""
+    return (_LEVELS.index(label) if label in _LEVELS else len(_LEVELS), label)
+
+
 def by_difficulty(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """BIRD's levels in their own order, others after them by name; {} where the benchmark has none."""
-    known = ("simple", "moderate", "challenging", "easy", "medium", "hard", "extra")
+    """The records by level, easy ones first; {} where the benchmark has none."""
     groups = group_by(records, lambda record: record["difficulty"])
     if set(groups) <= {""}:
         return {}
-    order = sorted(groups, key=lambda label: (known.index(label) if label in known else len(known), label))
+    order = sorted(groups, key=difficulty_order)
     return {label or "(none)": groups[label] for label in order}
 
 

@@ -34,7 +34,7 @@ _COLOURS: Mapping[str, str] = {
 }
 _WIDTH = 4.6  # inches at 72 points: about the width of a phone, so that text is readable there too
 _LABEL_CHARACTERS = 22
-_MAX_ROWS = 40
+MAX_ROWS = 40  # of an interval plot; more are a table's business
 _RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.0,
@@ -76,7 +76,6 @@ class Estimate:
 @matplotlib.rc_context(_RC)
 def interval_plot(title: str, caption: str, rows: Sequence[Estimate], *, xlabel: str, difference: bool = False) -> Plot:
     """A dot and its interval a row, top down. Rates in percent on 0 to 100; differences around a line at zero."""
-    rows = rows[:_MAX_ROWS]
     figure, axes = _figure(height=0.75 + 0.27 * len(rows))
     places = list(range(len(rows)))[::-1]
     for place, row in zip(places, rows, strict=True):
@@ -89,7 +88,7 @@ def interval_plot(title: str, caption: str, rows: Sequence[Estimate], *, xlabel:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "−") if x else "0"))
     else:
         axes.set_xlim(-2, 102)
-    axes.set_yticks(places, [f"{_label(row.label)}  {row.n:,}" for row in rows])
+    axes.set_yticks(places, [f"{_label(row.label)} ({row.n:,})" for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     _finish(axes, xlabel)
     return Plot(title, caption, to_svg(figure, title))

@@ -1,0 +1,68 @@
+"""Reports: `python -m eval.report RUN` makes one HTML file of a finished run, `python -m eval.report A B` of two.
+
+The file is whole in itself (it opens from a disk, without a network) and holds every episode, to be read turn by
+turn. `--markdown FILE` writes the tables for a paper beside it.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from eval.compare import load_run
+from eval.content import Content, comparison_content, run_content
+from eval.page import render_page
+from eval.tables import escape_markdown, to_markdown
+from shared.cli import ArgumentParser, run_main
+from shared.errors import SetupError
+
+
+def load_content(folders: Sequence[Path]) -> Content:
+    """The content of a report over one finished run, or over two. SetupError says what is wrong with them."""
+    runs = [load_run(folder) for folder in folders]
+    return run_content(runs[0]) if len(runs) == 1 else comparison_content(runs[0], runs[1])
+
+
+def render_markdown(content: Content) -> str:
+    """The sentence and the tables of a report, as GitHub-flavoured markdown."""
+    title, *rest = map(escape_markdown, (content.title, content.subtitle, content.sentence))
+    paragraphs = [f"## {title}", *rest]
+    return "\n".join([*(f"{text}\n" for text in paragraphs), *map(to_markdown, content.tables)])
+
+
+def write_report(path: Path, pieces: Iterable[str]) -> None:
+    """Write beside and rename, so that no half of a report is ever opened. SetupError where that cannot be written."""
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.writelines(pieces)
+        os.replace(beside, path)
+    except OSError as error:
+        raise SetupError(f"{path} cannot be written ({error.strerror}): give another --out") from error
+
+
+def main() -> int:
+    """The command line."""
+    parser = ArgumentParser(prog="python -m eval.report", description="One HTML file of a run, or of two compared.")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a finished eval.run; one or two"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the HTML file (default: report.html, or compare-A.html, in the last RUN)"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the tables as markdown too")
+    arguments = parser.parse_args()
+    if len(arguments.runs) > 2:
+        raise SetupError("a report is of one run or of two: for more, python -m eval.compare prints all pairs")
+    content = load_content(arguments.runs)
+    default = "report.html" if len(arguments.runs) == 1 else f"compare-{arguments.runs[0].resolve().name}.html"
+    out: Path = arguments.out or arguments.runs[-1] / default
+    write_report(out, render_page(content))
+    print(f"{out}: {len(content.episodes)} episodes, {out.stat().st_size / 1e6:.1f} MB")
+    if arguments.markdown is not None:
+        write_report(arguments.markdown, [render_markdown(content)])
+        print(arguments.markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
