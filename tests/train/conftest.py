@@ -1,4 +1,4 @@
-"""A minimal random Qwen3.5 text model in the canonical 3:1 layout, with a small tokenizer, as a model folder."""
+"""A minimal random Qwen3.5 text model in the canonical 3:1 layout with a small tokenizer, and a finished run of it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from shared.tools.protocol import EXEC_PLAN_TOOL_INSTRUCTIONS
+from tests.train.scripted_run import finish
 
 VOCABULARY = 1000
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_response>", "</tool_response>"]
@@ -84,4 +85,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """An uninterrupted run of five steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    finish(folder, model_folder)
     return folder

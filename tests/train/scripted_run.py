@@ -9,6 +9,7 @@ import sqlite3
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -124,6 +125,26 @@ def run(config: TrainConfig, folder: Path, gap: float = 0.0, weights: str = "") 
         return run_training(
             config, shop_pool(folder), stop, lambda policy, trainer: ScriptedPolicy(policy, trainer, gap, weights)
         )
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def finish(folder: Path, model: Path, *overrides: str, **more: Any) -> list[dict[str, Any]]:
+    """Run to the end, which must be reached; the metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    assert run(make_config(folder, model, overrides), folder, **more) == 0
+    return metrics(folder)
+
+
+def assert_same_run(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Equal questions, rewards and weights, bit by bit, step by step."""
+    keys = ("step", "questions", "quantile", "reward", "weights", "kl_coefficient", "lr")
+    assert [{key: line.get(key) for key in keys} for line in ours] == [
+        {key: line.get(key) for key in keys} for line in theirs
+    ]
 
 
 if __name__ == "__main__":

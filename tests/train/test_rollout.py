@@ -1,14 +1,11 @@
 """From episodes to training rows: pairing, seeds, modes, gold that cannot be used, truncation."""
 
 import hashlib
-import importlib.util
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from shared.data.example import Example
 from shared.engines.base import Completion, Request
 from shared.errors import SetupError
 from shared.sql.sandbox import Sandbox
+from tests.train import scripted_run as scripted
 from train.config import TrainConfig
 from train.pool import Pool, build_pool, select
 from train.reward import Gold
@@ -35,19 +33,6 @@ from train.rollout import (
     summarize,
     training_rows,
 )
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-scripted = _load("scripted_run", Path(__file__).parent / "scripted_run.py")
 
 
 @pytest.fixture(scope="module")

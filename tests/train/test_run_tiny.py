@@ -25,7 +25,7 @@ def _config(folder: Path, base: Path) -> list[str]:
         "data: {benchmark: toy, toy_databases: 4, toy_questions: 24}\n"
         # All groups are kept: a random model has no rewards to tell apart, but its steps must be whole.
         "reward: {group_filter: 'off'}\n"
-        "rollout: {questions: 2, candidates: 3, max_turns: 2, max_new_tokens: 24, max_tokens: 600, explore_share: 0.5}\n"
+        "rollout: {questions: 2, candidates: 3, max_turns: 2, max_new_tokens: 24, max_tokens: 600}\n"
         "checkpoint: {every: 1, keep: 1}\n"
     )
     return ["--config", str(path)]

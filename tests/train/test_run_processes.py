@@ -1,0 +1,159 @@
+"""Runs as programs: signals, kills, ranks. Slow: each start imports torch anew."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.scripted_run import assert_same_run, metrics
+from train.checkpoint import newest_complete
+from train.stopping import EXIT_REQUEUE
+
+Spawn = Callable[..., subprocess.Popen[str]]
+PROGRAM = Path(__file__).parent / "scripted_run.py"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts runs as programs, each in a process group of its own, which is gone after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: Any, **more: Any) -> subprocess.Popen[str]:
+        started.append(_spawn(*arguments, **more))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def _spawn(
+    folder: Path, model: Path, *overrides: str, ranks: int = 1, environment: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.Popen(
+        [*launcher, str(PROGRAM), str(folder), str(model), *overrides],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(environment),
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _wait_for_step(folder: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    path = folder / "run" / "metrics.jsonl"
+    for _ in range(2400):
+        if path.exists() and path.read_text().count("\n") >= steps:
+            return
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.05)
+    raise AssertionError("no step in two minutes")
+
+
+SIGNALS = [(signal.SIGTERM, EXIT_REQUEUE), (signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGINT, 130)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_signals_save_and_leave(tmp_path: Path, model_folder: Path, spawn: Spawn, number: int, code: int) -> None:
+    process = spawn(tmp_path, model_folder, "steps=500", "checkpoint.every=1000")
+    _wait_for_step(tmp_path, 2, process)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    found = newest_complete(tmp_path / "run")
+    assert found is not None
+    assert found[0] == len(metrics(tmp_path))
+    assert not list((tmp_path / "run").glob(".unfinished*"))
+
+
+@pytest.mark.slow
+def test_kill_at_random_moments_then_resume_equals_the_uninterrupted_run(
+    tmp_path: Path, model_folder: Path, finished: Path, spawn: Spawn
+) -> None:
+    rng = random.Random(0)
+    kills = 0
+    while True:
+        process = spawn(tmp_path, model_folder, "checkpoint.every=1")
+        before = len(metrics(tmp_path)) if (tmp_path / "run" / "metrics.jsonl").exists() else 0
+        try:
+            process.communicate(timeout=5 + rng.uniform(0, 3) if kills < 20 else 120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills += 1
+            assert kills < 40, f"no progress: {before}"
+            continue
+        assert process.returncode == 0
+        break
+    assert_same_run(metrics(tmp_path), metrics(finished))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_change_nothing_but_rounding(
+    tmp_path: Path, model_folder: Path, finished: Path, spawn: Spawn, ranks: int
+) -> None:
+    process = spawn(tmp_path, model_folder, ranks=ranks)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    for ours, theirs in zip(metrics(tmp_path), metrics(finished), strict=True):
+        assert ours["questions"] == theirs["questions"]
+        for key in ("reward", "loss", "grad_norm", "kl", "train_tokens", "episodes"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), (ours["step"], key)
+    ours_model, theirs_model = (_weights(folder / "run" / "checkpoint-step-5") for folder in (tmp_path, finished))
+    for name, value in theirs_model.items():
+        torch.testing.assert_close(ours_model[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_ranks_takes_both_out(tmp_path: Path, model_folder: Path, spawn: Spawn) -> None:
+    process = spawn(tmp_path, model_folder, "steps=500", "checkpoint.every=1000", ranks=2)
+    _wait_for_step(tmp_path, 1, process)
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    ranks = [int(pid) for pid in children if PROGRAM.name in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGUSR1)
+    process.communicate(timeout=60)
+    found = newest_complete(tmp_path / "run")
+    assert found is not None
+    assert found[0] == len(metrics(tmp_path))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+@pytest.mark.slow
+def test_a_rank_without_anything_to_train_on_takes_part(tmp_path: Path, model_folder: Path, spawn: Spawn) -> None:
+    process = spawn(tmp_path, model_folder, "steps=2", ranks=2, environment={"SCRIPTED_SILENT_RANK": "1"})
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    for line in metrics(tmp_path):
+        assert line["groups_dropped"] >= 3
+        assert line["empty"] == 0
+        assert 0 < line["train_episodes"] <= 12
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return tensors
