@@ -105,7 +105,7 @@ def comparison_content(a: Run, b: Run) -> Content:
     ]
     return Content(
         title=f"{names[0]} → {names[1]}",
-        subtitle=f"A: {names[0]}, {_subtitle(a.identity)} — B: {names[1]}, {_subtitle(b.identity)}",
+        subtitle=_comparison_subtitle(a.identity, b.identity, names),
         sentence=result["verdict"],
         tiles=_comparison_tiles(result, names),
         tables=tuple(table for table in tables if table.rows),
@@ -138,6 +138,13 @@ def _summary(run: Run) -> Mapping[str, Any]:
 
 def _subtitle(identity: Mapping[str, Any]) -> str:
     return f"{identity['benchmark']} · schema {'shown' if identity['mode'] == 'full' else 'withheld'}"
+
+
+def _comparison_subtitle(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str]) -> str:
+    first, second = _subtitle(a), _subtitle(b)
+    if first == second:
+        return f"{first} · A is {names[0]}, B is {names[1]}"
+    return f"A is {names[0]}, {first}; B is {names[1]}, {second}"
 
 
 # ---- one run
