@@ -6,7 +6,7 @@ that a model wrote raises here; a database that can't be read does (SetupError),
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from shared.errors import SetupError
 from shared.sql.sandbox import Limits, QueryResult, Sandbox
 from shared.tools.joins import find_join_paths, inferred_keys, render_path
 from shared.tools.protocol import SUBMIT, TOOLS, BadCall, Call, ToolResult, cut_text
-from shared.tools.rows import render_rows
+from shared.tools.rows import one_line, render_rows
 from shared.tools.schema import Schema, Table, create_text, near_names, quote, read_schema, show
 
 _NO_SUCH = re.compile(r"no such (column|table): (.+)", re.DOTALL)
@@ -44,6 +44,8 @@ class ToolLimits:
 
 # Reading a large schema, which is done once, may take this much longer than a query.
 _SCHEMA_GRACE = 0.5
+_NAMES_SHOWN = 30
+_GUESSES_SHOWN = 20
 _DEFAULT_LIMITS = ToolLimits()
 
 
@@ -79,7 +81,7 @@ class ToolExecutor:
         try:
             return _HANDLERS[call.tool](self, call, started)
         except _BadName as error:
-            return self._result(call.tool, "bad_call", f"Error: {error}", started)
+            return self._result(call.tool, "bad_call", f"Error: {one_line(str(error))}", started)
         except TimeoutError as error:  # the schema of a database that another process keeps locked
             return self._result(call.tool, "timeout", f"Error: {error}", started)
 
@@ -101,7 +103,7 @@ class ToolExecutor:
 
     def _list_tables(self, call: Call, started: float) -> ToolResult:
         tables = self.schema.tables
-        lines = [_one_line(t.name) + (" (view)" if t.kind == "view" else "") for t in tables]
+        lines = [one_line(t.name) + (" (view)" if t.kind == "view" else "") for t in tables]
         return self._result(call.tool, "ok", "\n".join(lines) or "(the database has no tables)", started)
 
     def _describe_table(self, call: Call, started: float) -> ToolResult:
@@ -117,7 +119,7 @@ class ToolExecutor:
         keys += [key for key in schema.references.get(table.name, ()) if key not in keys]
         if not keys:
             guesses = [key for key in inferred_keys(schema) if table.name in (key.table, key.target)]
-            lines = ["(no foreign key is declared)", *map(str, guesses[:20])]
+            lines = ["(no foreign key is declared)", *map(str, guesses[:_GUESSES_SHOWN])]
             return self._result(call.tool, "ok", _one_line_each(lines), started)
         return self._result(call.tool, "ok", _one_line_each(map(str, keys)), started)
 
@@ -127,7 +129,9 @@ class ToolExecutor:
         paths, more = find_join_paths(schema, *ends)
         if not paths:
             text = f"(no path of keys joins {show(ends[0].name)} and {show(ends[1].name)})"
-            return self._result(call.tool, "ok", _one_line(text), started)
+            if ends[0].name == ends[1].name:
+                text = f"({show(ends[0].name)} has no key to itself)"
+            return self._result(call.tool, "ok", one_line(text), started)
         lines = [render_path(path) for path in paths]
         if more:
             lines.append(f"... (showing {len(paths)} of several paths of this length)")
@@ -143,8 +147,9 @@ class ToolExecutor:
         name = call.args["column_name"]
         column = table.column(name)
         if column is None:
-            near = near_names(name, (c.name for c in table.columns)) or [c.name for c in table.columns[:30]]
-            raise _BadName(f"{show(table.name)} has no column {_quoted(name)}; {_meant(near)}")
+            raise _BadName(
+                f"{show(table.name)} has no column {_quoted(name)}; {_known('its columns', name, table.names)}"
+            )
         sql = f"SELECT DISTINCT {quote(column.name)} FROM {quote(table.name)}"
         return self._run(call.tool, sql, call.args["limit"], "values", started)
 
@@ -171,13 +176,13 @@ class ToolExecutor:
         if result.outcome != "ok":
             message = self._explain(result, sql) if from_model else result.message
             prefix = "Refused" if result.outcome == "refused" else "Error"
-            return self._result(tool, result.outcome, f"{prefix}: {_one_line(message)}", started, query=result)
+            return self._result(tool, result.outcome, f"{prefix}: {one_line(message)}", started, query=result)
         lines = [render_rows(result.columns, result.rows, self._limits.cell_chars)]
         if not result.rows:
             lines.append("(no rows)")
         if result.truncated:
             lines.append(f"... (showing first {len(result.rows)} {things}; more {things} exist)")
-        notes = [_one_line(note) for note in self._unmatched(result, sql)]
+        notes = [one_line(note) for note in self._unmatched(result, sql)]
         lines += [f"Note: {note}" for note in notes]
         return self._result(tool, "ok", "\n".join(lines), started, query=result, notes=notes)
 
@@ -212,11 +217,7 @@ class ToolExecutor:
     def _table(self, name: str) -> Table:
         table = self.schema.table(name)
         if table is None:
-            names = self.schema.names
-            near = near_names(name, names)
-            hint = _meant(near) if near else f"the tables are: {', '.join(map(show, names[:30]))}"
-            hint += " …" if not near and len(names) > 30 else ""
-            raise _BadName(f"there is no table {_quoted(name)}; {hint}")
+            raise _BadName(f"there is no table {_quoted(name)}; {_known('the tables', name, self.schema.names)}")
         return table
 
 
@@ -224,16 +225,20 @@ def _meant(names: Iterable[str]) -> str:
     return f"did you mean {', '.join(names)}?"
 
 
+def _known(things: str, name: str, names: Sequence[str]) -> str:
+    """What to say about a name that isn't there: near ones, or which there are."""
+    if near := near_names(name, names):
+        return _meant(map(show, near))
+    more = ", …" if len(names) > _NAMES_SHOWN else ""
+    return f"{things} are: {', '.join(map(show, names[:_NAMES_SHOWN]))}{more}"
+
+
 def _quoted(name: str) -> str:
     return f'"{name if len(name) <= 100 else name[:100] + "…"}"'
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split()) if any(mark in text for mark in "\n\r\t\v\f\x1c\x1d\x1e\x85\u2028\u2029") else text
-
-
 def _one_line_each(lines: Iterable[str]) -> str:
-    return "\n".join(map(_one_line, lines))
+    return "\n".join(map(one_line, lines))
 
 
 _HANDLERS: Mapping[str, Callable[[ToolExecutor, Call, float], ToolResult]] = {

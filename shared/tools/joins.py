@@ -191,15 +191,14 @@ def render_path(path: JoinPath) -> str:
     """`a JOIN b ON a.x = b.y JOIN c ON …`, ready to be used; alternatives to a step follow in their own lines."""
     first, *rest = path.tables
     itself = len(rest) == 1 and rest[0] == first
-    parts, remarks = [f"{show(first)} AS a" if itself else show(first)], []
+    parts, inferred, others = [f"{show(first)} AS a" if itself else show(first)], [], []
     for here, there, keys in zip(path.tables, rest, path.keys, strict=False):
         conditions = [_condition(key, here, there, itself) for key in keys]
         parts.append(f"JOIN {show(there)}{' AS b' if itself else ''} ON {conditions[0]}")
-        if keys[0].inferred:
-            remarks.append(f"  inferred, not declared: {conditions[0]}")
-        others = zip(keys[1:], conditions[1:], strict=True)
-        remarks += [f"  or: {condition}{' (inferred)' if key.inferred else ''}" for key, condition in others]
-    return "\n".join([" ".join(parts), *remarks])
+        inferred += [condition for key, condition in zip(keys, conditions, strict=True) if key.inferred]
+        others += [f"  or: {condition}" for condition in conditions[1:]]
+    guessed = [f"  inferred, not declared: {'; '.join(inferred)}"] if inferred else []
+    return "\n".join([" ".join(parts), *others, *guessed])
 
 
 def _condition(key: ForeignKey, here: str, there: str, itself: bool) -> str:

@@ -17,15 +17,14 @@ _SEPARATOR = " | "
 
 def render_rows(columns: Sequence[str], rows: Sequence[Sequence[Any]], max_cell_chars: int) -> str:
     """Header and rows as text; each cell at most about `max_cell_chars`, and a cut cell says how much is missing."""
-    lines = [_SEPARATOR.join(render_name(name, max_cell_chars) for name in columns)]
+    lines = [_SEPARATOR.join([one_line(_cut(name, max_cell_chars)) for name in columns])]
     lines += [_SEPARATOR.join([render_cell(cell, max_cell_chars) for cell in row]) for row in rows]
     return "\n".join(lines)
 
 
-def render_name(name: str, max_chars: int) -> str:
-    """A column name on one line."""
-    shown = _CONTROL.sub(_escape, name)
-    return shown if len(shown) <= max_chars else f"{shown[:max_chars]}…"
+def one_line(text: str) -> str:
+    """Text with line breaks and other control characters escaped: names, messages."""
+    return _CONTROL.sub(_escape, text)
 
 
 def render_cell(cell: Any, max_chars: int) -> str:
@@ -44,13 +43,19 @@ def render_cell(cell: Any, max_chars: int) -> str:
 
 
 def _render_text(text: str, max_chars: int) -> str:
-    kept, cut = (text, "") if len(text) <= max_chars else (text[:max_chars], f"… ({len(text)} characters)")
+    kept, cut = text, ""
+    if len(text) > max_chars:
+        kept, cut = text[:max_chars], f"… ({len(text)} characters)"
     if _CONTROL.search(kept):
         kept = _CONTROL.sub(_escape, kept.replace("\\", "\\\\"))
     elif text and not _AMBIGUOUS.match(kept):
         return kept + cut
     quoted = kept.replace("'", "''")
     return f"'{quoted}'{cut}"
+
+
+def _cut(name: str, max_chars: int) -> str:
+    return name if len(name) <= max_chars else f"{name[:max_chars]}…"
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -16,19 +16,14 @@ from shared.sql.sandbox import SCHEMA_SECONDS, Sandbox
 Kind = Literal["table", "view", "virtual", "shadow"]
 _MAX_CACHED = 256
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-# SQLite's keywords that can't stand unquoted as a table or column name everywhere; quoting one too many does no harm.
+# SQLite's keywords that fail or mislead as an unquoted name; the others (match, key, year, …) it takes for names.
 _KEYWORDS = frozenset(
     """
-    abort action add after all alter always analyze and as asc attach autoincrement before begin between by cascade
-    case cast check collate column commit conflict constraint create cross current current_date current_time
-    current_timestamp database default deferrable deferred delete desc detach distinct do drop each else end escape
-    except exclude exclusive exists explain fail filter first following for foreign from full generated glob group
-    groups having if ignore immediate in index indexed initially inner insert instead intersect into is isnull join
-    key last left like limit match materialized natural no not nothing notnull null nulls of offset on or order
-    others outer over partition plan pragma preceding primary query raise range recursive references regexp reindex
-    release rename replace restrict returning right rollback row rows savepoint select set table temp temporary then
-    ties to transaction trigger unbounded union unique update using vacuum values view virtual when where window
-    with without
+    add all alter and as autoincrement between by case cast check collate commit constraint create cross current_date
+    current_time current_timestamp default deferrable delete distinct drop else end escape except exists filter foreign
+    from full group having if in index inner insert intersect into is isnull join left limit natural not nothing notnull
+    null on or order outer over primary raise references returning right select set table then to transaction union
+    unique update using values when where window with
     """.split()  # noqa: SIM905
 )
 _MASTER_SQL = "CREATE TABLE sqlite_master (type TEXT, name TEXT, tbl_name TEXT, rootpage INT, sql TEXT)"
@@ -102,6 +97,11 @@ class Table:
         return self._by_name.get(fold(name))
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The columns' names, in order."""
+        return tuple(column.name for column in self.columns)
+
+    @cached_property
     def primary_key(self) -> tuple[str, ...]:
         """The names of the primary key's columns, in key order; () without one."""
         return tuple(c.name for c in sorted((c for c in self.columns if c.key), key=lambda c: c.key))
@@ -130,6 +130,7 @@ class Schema:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
+        """The names of all tables and views."""
         return tuple(table.name for table in self.tables)
 
     @cached_property
