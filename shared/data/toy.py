@@ -227,7 +227,7 @@ def _database(db_id: str, names: Sequence[tuple[str, str]], rng: random.Random) 
         groups = rng.choice(columns)
         values = [_values(size, column == groups, rng) for column in columns]
         if tables:
-            values.append([rng.randint(1, len(tables[0].rows)) for _ in range(size)])
+            values.append(_links(tables[0], size, rng))
         parent = tables[0].name if tables else None
         tables.append(ToyTable(words.pop(), columns, groups, tuple(zip(*values, strict=True)), parent))
     rng.shuffle(tables)
@@ -254,6 +254,18 @@ def _values(size: int, repeating: bool, rng: random.Random) -> list[int]:
     values = groups * 2 + [rng.choice(groups) for _ in range(size - 2 * len(groups))]
     rng.shuffle(values)
     return values
+
+
+def _links(parent: ToyTable, size: int, rng: random.Random) -> list[int]:
+    """Ids of rows of `parent`, of at least two of its groups: so that a condition on the group tells rows apart."""
+    column = parent.columns.index(parent.groups)
+    groups: dict[int, list[int]] = {}
+    for row_id, row in enumerate(parent.rows, 1):
+        groups.setdefault(row[column], []).append(row_id)
+    links = [rng.choice(ids) for ids in groups.values()]
+    links += [rng.randint(1, len(parent.rows)) for _ in range(size - len(links))]
+    rng.shuffle(links)
+    return links
 
 
 def _question(
