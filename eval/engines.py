@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from eval.models import check_context, check_model_folder, model_sha256, resolve
 from shared.chat import ByteCodec, ChatCodec, TokenizerCodec
 from shared.engines.base import Engine
 from shared.engines.scripted import CannedEngine, GoldEngine
+from shared.episode import EpisodeConfig
 from shared.errors import SetupError
 
 
@@ -21,7 +22,8 @@ from shared.errors import SetupError
 class Prepared:
     """An engine that is ready to be loaded. `sha256` is the identity of its weights, or of its script.
 
-    `settings` is what else about the engine determines the result; it is part of the run's identity.
+    `settings` is what else about the engine determines the result; it is part of the run's identity. Where the codec
+    has no tokens, only bytes, `bytes_per_token` of them count as one against an episode's budget.
     """
 
     codec: ChatCodec
@@ -29,6 +31,12 @@ class Prepared:
     load: Callable[[], Engine]
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    bytes_per_token: int = 1
+
+    def episode(self, config: EvalConfig) -> EpisodeConfig:
+        """The budgets of an episode, in this engine's tokens."""
+        episode = config.episode()
+        return replace(episode, max_tokens=episode.max_tokens * self.bytes_per_token)
 
 
 def prepare_engine(config: EvalConfig) -> Prepared:
@@ -41,6 +49,10 @@ def prepare_engine(config: EvalConfig) -> Prepared:
         return _prepare_hf(config)
     if config.engine == "vllm":
         return _prepare_vllm(config)
+    if config.engine == "openai":
+        return _prepare_served(config)
+    if config.base_url is not None or config.tokenizer is not None:
+        raise SetupError("--base-url and --tokenizer belong to --engine openai")
     if config.model is not None:
         raise SetupError(f"--engine {config.engine} follows a script and takes no --model: leave one of them out")
     codec = ByteCodec()
@@ -122,6 +134,24 @@ def _prepare_vllm(config: EvalConfig) -> Prepared:
         )
 
     return Prepared(codec, sha256, load, versions, {"options": options})
+
+
+def _prepare_served(config: EvalConfig) -> Prepared:
+    """A served model's weights can't be seen: its identity is its name, and that of its tokenizer where it is here."""
+    from eval.served import connect
+
+    served = connect(config)
+    sha256 = f"served:{served.model}"
+    if served.tokenizer is not None:
+        sha256 += f":{model_sha256(served.tokenizer)}"
+    return Prepared(
+        served.codec,
+        sha256,
+        lambda: served.load(config.concurrency),
+        served.versions,
+        served.settings,
+        bytes_per_token=1 if isinstance(served.codec, TokenizerCodec) else ByteCodec.BYTES_PER_TOKEN,
+    )
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
