@@ -76,23 +76,30 @@ def _turns(turns: Sequence[Mapping[str, Any]], max_turns: int) -> list[dict[str,
     shown = []
     last_good_sql: str | None = None
     for number, turn in enumerate(turns, 1):
-        for call in turn["calls"]:
-            if call["tool"] == "run_query" and call["outcome"] == "ok":
-                last_good_sql = call["args"]["sql"]
-        after = turns[number] if number < len(turns) else None
-        shown.append(_turn(turn, number, max_turns, after, last_good_sql))
+        last_good_sql = last_good(turn, last_good_sql)
+        asked = turns[number]["closing"] if number < len(turns) else None
+        shown.append(turn_view(turn, number, max_turns, asked, last_good_sql))
     return shown
 
 
-def _turn(
-    turn: Mapping[str, Any], number: int, max_turns: int, after: Mapping[str, Any] | None, last_good_sql: str | None
+def last_good(turn: Mapping[str, Any], before: str | None) -> str | None:
+    """The last query that ran without error, after this turn."""
+    ran = [call["args"]["sql"] for call in turn["calls"] if call["tool"] == "run_query" and call["outcome"] == "ok"]
+    return ran[-1] if ran else before
+
+
+def turn_view(
+    turn: Mapping[str, Any], number: int, max_turns: int, asked: bool | None, last_good_sql: str | None
 ) -> dict[str, Any]:
+    """What a viewer shows of turn `number` (from 1) of an episode, and of what the environment said after it.
+
+    `asked`: the model was asked for its final SQL next; None when the episode ended with this turn.
+    """
     parsed = parse_turn(turn["text"])
     calls = turn["calls"]
     said_otherwise = turn["closing"] or not turn["clean"] or any(call["outcome"] == _UNREAD for call in calls)
     # The problem on record, not the parser's: under strict_format the episode refused turns that parse.
     problem = problem_result(replace(parsed, problem=turn["problem"])) if not calls and not turn["closing"] else None
-    asked = after is not None and after["closing"]
     reason: ClosingReason = "turn_limit" if number >= max_turns else "failed_queries"
     return {
         "think": parsed.think,
@@ -105,6 +112,6 @@ def _turn(
         "cut": turn["stop_reason"] == "length",
         "clean": turn["clean"],
         "closing": turn["closing"],
-        "budget": None if after is None else budget_line(max(max_turns - number, 0)),
+        "budget": None if asked is None else budget_line(max(max_turns - number, 0)),
         "request": closing_message(last_good_sql, reason) if asked else None,
     }
