@@ -192,7 +192,7 @@ def served_model(server: Server, name: str | None) -> dict[str, Any]:
     if name is None and len(entries) == 1:
         return entries[0]
     for entry in entries:
-        if name in (entry["id"], entry.get("root")):
+        if name is not None and name in (entry["id"], entry.get("root")):
             return entry
     wanted = f"not {name}" if name is not None else "more than one"
     served = ", ".join(str(entry["id"]) for entry in entries)
