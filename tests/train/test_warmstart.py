@@ -223,14 +223,7 @@ def test_bad_input_is_refused_before_anything_is_written(base: Path, tmp_path: P
 
 def test_command_line_takes_overrides(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shipped = Path(__file__).parents[2] / "configs" / "demo_warmstart.yaml"
-    overrides = [
-        f"model.path={base}",
-        f"output={tmp_path / 'out'}",
-        "questions=16",
-        "databases=4",
-        "steps=2",
-        "batch=4",
-    ]
+    sizes = ["questions=16", "databases=4", "steps=2", "batch=4"]
     main(["--config", str(shipped), f"model.path={base}", f"output={tmp_path / 'out'}", *sizes])
     assert str(tmp_path / "out") in capsys.readouterr().out
     with pytest.raises(SetupError, match="unknown key 'epochs'"):
