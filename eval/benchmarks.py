@@ -1,27 +1,31 @@
 """The benchmarks by name: where their files lie under the data folder, how they load, which rule scores them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from eval.config import EvalConfig
+from eval.goldbook import ScoreResults
 from eval.scorers import bird, sqale
-from eval.scorers.base import Scores
 from shared.data.bird import read_questions
 from shared.data.example import Example, Loaded
+from shared.data.spider2 import read_spider2
 from shared.data.sqale import read_sqale
 from shared.errors import SetupError
 
 CUSTOM = "custom"
-ScoreResults = Callable[..., Scores]
+SPIDER2 = "spider2"
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """`layouts` are (questions, databases) paths below the data folder, tried in order; sqale: (queries, schemas)."""
+    """`layouts` are (questions, databases) paths below the data folder, tried in order; sqale: (queries, schemas).
+
+    `score_results` holds two executed queries against each other; None where golds are tables.
+    """
 
     layouts: tuple[tuple[str, str], ...]
-    score_results: ScoreResults = bird.score_results
+    score_results: ScoreResults | None = bird.score_results
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -35,6 +39,15 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         )
     ),
     "spider": Benchmark((("spider/dev.json", "spider/database"), ("spider_dev/dev.json", "spider_dev/database"))),
+    SPIDER2: Benchmark(
+        tuple(
+            (f"{folder}/{name}", f"{folder}/{databases}")
+            for folder in ("spider2-lite", "Spider2/spider2-lite", "spider2_lite")
+            for name in ("spider2-lite.jsonl", "spider2-lite.local.jsonl")
+            for databases in ("resource/databases/spider2-localdb", "resource/databases", "databases")
+        ),
+        None,
+    ),
     "kaggledbqa": Benchmark((("kaggledbqa/questions.json", "kaggledbqa/databases"),)),
     "sqale": Benchmark(
         (("sqale/queries", "sqale/schemas"), ("sqale/sqale2_queries", "sqale/sqale2_schemas")), sqale.score_results
@@ -43,11 +56,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 _NAMES = ", ".join(BENCHMARKS)
-
-
-def scorer_of(benchmark: str) -> ScoreResults:
-    """The rule that scores a benchmark; a name of the user's own is scored by BIRD's."""
-    return BENCHMARKS[benchmark].score_results if benchmark in BENCHMARKS else bird.score_results
 
 
 @dataclass(frozen=True)
@@ -77,13 +85,24 @@ def load_benchmark(config: EvalConfig) -> Questions:
         raise SetupError(f"no question of {name} is on database {missing[0]}: check --db")
     if not loaded.examples:
         raise SetupError(f"{name} has no questions: check the file")
-    left_out = dict(loaded.skipped)
-    if config.limit is not None and config.limit < len(loaded.examples):
-        left_out["beyond --limit"] = len(loaded.examples) - config.limit
-    return Questions(name, loaded.examples[: config.limit], left_out)
+    examples, left_out = loaded.examples, dict(loaded.skipped)
+    if config.engine == "gold" and (silent := sum(not example.gold_sql.strip() for example in examples)):
+        left_out["without a gold query, which --engine gold would answer with"] = silent
+        examples = [example for example in examples if example.gold_sql.strip()]
+        if not examples:
+            raise SetupError(f"no question of {name} here has a gold query: --engine gold has nothing to say")
+    if config.limit is not None and config.limit < len(examples):
+        left_out["beyond --limit"] = len(examples) - config.limit
+    return Questions(name, examples[: config.limit], left_out)
 
 
 def _load(name: str, questions: Path, databases: Path, config: EvalConfig) -> Loaded:
+    if name == SPIDER2:
+        return read_spider2(
+            questions, databases, subset=config.subset, db_ids=config.db, present_only=config.present_only
+        )
+    if config.subset != "all":
+        raise SetupError(f"--subset belongs to {SPIDER2}: {name} has none")
     if name != "sqale":
         return read_questions(questions, databases, name, db_ids=config.db, present_only=config.present_only)
     loaded = read_sqale(str(questions), str(databases), split=config.split, phrasing=config.phrasing)

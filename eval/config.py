@@ -7,12 +7,14 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
+from eval.gold import EXCLUDABLE
 from shared.cli import ArgumentParser
 from shared.config import StrictModel, build_config, load_yaml
 from shared.engines.base import SamplingParams
 from shared.episode import EpisodeConfig, Mode
+from shared.errors import SetupError
 
-EngineName = Literal["hf", "vllm", "gold", "canned"]
+EngineName = Literal["hf", "vllm", "openai", "gold", "canned"]
 SCRIPTED: tuple[EngineName, ...] = ("gold", "canned")
 
 
@@ -30,7 +32,10 @@ class EvalConfig(StrictModel):
     present_only: bool = False
     split: str = "test"
     phrasing: str = "verbose"
+    subset: str = "all"
     limit: int | None = Field(default=None, ge=1)
+    samples: int = Field(default=1, ge=1)
+    vote: int | None = Field(default=None, ge=2)
     mode: Mode = "withheld"
     seed: int = 0
     turn: tuple[str, ...] = ()
@@ -48,9 +53,16 @@ class EvalConfig(StrictModel):
     fallback: bool = True
     query_seconds: float = Field(default=30.0, gt=0)
     gold_seconds: float = Field(default=30.0, gt=0)
+    audit: bool = True
+    exclude: tuple[str, ...] = ()
+    gold_cache: Path | None = None
+    cache: bool = True
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
     engine_option: tuple[str, ...] = ()
+    base_url: str | None = None
+    tokenizer: Path | None = None
+    endpoint: Literal["auto", "completions", "chat"] = "auto"
     concurrency: int = Field(default=64, ge=1)
     workers: int = Field(default=2, ge=1)
 
@@ -63,9 +75,13 @@ class EvalConfig(StrictModel):
 
     def source(self) -> dict[str, Any]:
         """Where the questions and databases came from, as JSON: the settings that load them again."""
-        names = {"benchmark", "data", "questions", "databases", "db", "present_only", "split", "phrasing", "limit"}
-        settings = self.model_dump(include=names)
+        names = {"benchmark", "data", "questions", "databases", "db", "present_only", "split", "phrasing", "subset"}
+        settings = self.model_dump(include={*names, "limit", "audit", "exclude"})
         return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in settings.items()}
+
+    def sample_count(self) -> int:
+        """How many episodes a question gets."""
+        return self.vote or self.samples
 
     def sampling(self) -> SamplingParams:
         """The sampling of every turn; `greedy` overrides the rest."""
@@ -98,9 +114,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     )
     parser.add_argument("--config", type=Path, default=None, help="YAML file with any of these settings")
     what = parser.add_argument_group("what is evaluated, on what")
-    what.add_argument("--model", help="model folder, or hub id that is in the local cache")
-    what.add_argument("--engine", choices=get_args(EngineName), help="hf (default), vllm, or a script without a model")
-    what.add_argument("--benchmark", help="bird, bird-mini, spider, kaggledbqa, sqale, or a name for --questions")
+    what.add_argument("--model", help="model folder, hub id that is in the local cache, or name of a served model")
+    what.add_argument("--engine", choices=get_args(EngineName), help="hf (default), vllm, a server, or a script")
+    what.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server (implies --engine openai)")
+    what.add_argument("--tokenizer", metavar="DIR", help="folder with the served model's tokenizer and template")
+    what.add_argument(
+        "--endpoint",
+        choices=("auto", "completions", "chat"),
+        help="how a server is asked (default: ids if it takes them)",
+    )
+    what.add_argument(
+        "--benchmark", help="bird, bird-mini, spider, spider2, kaggledbqa, sqale, or a name for --questions"
+    )
     what.add_argument("--data", help="folder that holds the benchmarks (default: data)")
     what.add_argument("--questions", help="questions JSON of your own (Spider or BIRD keys)")
     what.add_argument("--databases", help="folder with <db_id>/<db_id>.sqlite for --questions")
@@ -108,6 +133,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     what.add_argument("--present-only", action="store_true", help="leave out questions whose database is not there")
     what.add_argument("--split", help="split of sqale (default test)")
     what.add_argument("--phrasing", help="phrasing of sqale's questions (default verbose)")
+    what.add_argument("--subset", help="of spider2: all (default), or guess87, which is our guess at a published 87")
     what.add_argument("--limit", type=int, help="only the first N questions")
     what.add_argument("--mode", choices=("full", "withheld"), help="schema shown, or to be explored (default)")
     what.add_argument("--out", help="output folder: new, empty, or this run unfinished (default: runs/eval-…)")
@@ -115,6 +141,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     what.add_argument("--turns", metavar="FILE", help="JSON list of raw turn texts for --engine canned")
     how = parser.add_argument_group("sampling and budgets")
     how.add_argument("--seed", type=int, help="seed of all sampling (default 0)")
+    how.add_argument("--samples", type=int, metavar="K", help="episodes a question; scores are means over them")
+    how.add_argument("--vote", type=int, metavar="K", help="K samples, and the score of a vote among their results")
     how.add_argument("--temperature", type=float, help="default 0.6")
     how.add_argument("--top-p", type=float, help="default 0.95")
     how.add_argument("--top-k", type=int, help="default 20")
@@ -128,6 +156,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     how.add_argument("--no-fallback", dest="fallback", action="store_false", help="no answer from the last good query")
     how.add_argument("--query-seconds", type=float, help="time limit of the scored query (default 30)")
     how.add_argument("--gold-seconds", type=float, help="time limit of a gold query (default 30)")
+    golds = parser.add_argument_group("gold queries")
+    golds.add_argument("--no-audit", dest="audit", action="store_false", help="run each gold once, look for nothing")
+    golds.add_argument(
+        "--exclude", action="append", metavar="FLAG", help=f"also no verdict from: {', '.join(EXCLUDABLE)} (repeatable)"
+    )
+    golds.add_argument(
+        "--gold-cache", metavar="DIR", help="where gold results are kept (default ~/.cache/execplan/gold)"
+    )
+    golds.add_argument("--no-cache", dest="cache", action="store_false", help="neither read nor keep gold results")
     where = parser.add_argument_group("resources")
     where.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the checkpoint's")
     where.add_argument("--device", help="default: the GPU where there is one")
@@ -139,4 +176,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     given = vars(parser.parse_args(argv))
     config_file = given.pop("config")
     data: dict[str, Any] = load_yaml(config_file) if config_file is not None else {}
-    return build_config({**data, **given}, EvalConfig, str(config_file or "command line"))
+    data |= given
+    if data.get("base_url") is not None:
+        data.setdefault("engine", "openai")
+    config = build_config(data, EvalConfig, str(config_file or "command line"))
+    if config.vote is not None and config.samples not in (1, config.vote):
+        raise SetupError(f"--vote {config.vote} takes {config.vote} samples: leave out --samples")
+    if unknown := [flag for flag in config.exclude if flag not in EXCLUDABLE]:
+        raise SetupError(f"--exclude {unknown[0]} names no flag of a gold: one of {', '.join(EXCLUDABLE)}")
+    return config

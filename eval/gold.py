@@ -1,56 +1,113 @@
-"""Gold results: executed once per (database, SQL), before any model is, and never charged to a model.
+"""What a gold query is worth: how it ran, what its result hangs on, and what follows from that for the score.
 
-A gold that fails, runs out of its own time, or breaks a limit cannot judge anybody. Such a question keeps
-its episode on record, has no verdict, is listed with its status, and is left out of every denominator.
+A gold that fails cannot judge anybody: its questions keep their episodes on record, have no verdict, are listed, and
+are left out of every denominator. A gold whose result hangs on the clock, on ties or on float noise can, so by
+default it counts, as upstream counts it; it is listed too, and the score is given with and without such golds.
 """
 
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from eval.scorers.bird import execute, has_undecodable
-from shared.data.example import Example
-from shared.sql.sandbox import Limits, QueryResult, Sandbox
+from eval.scorers.bird import has_undecodable
+from shared.sql.sandbox import QueryResult
 
-GoldStatus = Literal["ok", "gold_missing", "gold_error", "gold_timeout", "gold_limit"]
 Shape = Literal["rows", "empty", "one_null", "one_zero"]
-EXCLUSION_RULE = "a question whose gold query is missing, fails, or breaks its time or size limit has no verdict"
 
-_KEPT_CELLS = 5_000_000  # results held in memory at once; beyond that a gold runs again when needed
-_STATUS: dict[str, GoldStatus] = {"timeout": "gold_timeout", "limit": "gold_limit"}
+
+@dataclass(frozen=True)
+class GoldRule:
+    """One thing that can be said of a gold. `fails`: such a gold has no verdict to give."""
+
+    key: str
+    fails: bool
+    doc: str
+
+
+# In order of precedence: a gold's status is the first that fits, its flags are all that fit.
+RULES: Mapping[str, GoldRule] = {
+    rule.key: rule
+    for rule in (
+        GoldRule("gold_missing", True, "the question has neither a gold query nor gold tables"),
+        GoldRule("gold_error", True, "the gold query fails or is refused: it must be one statement that only reads"),
+        GoldRule("gold_timeout", True, "the gold query runs out of its own time limit, in the first or second run"),
+        GoldRule("gold_limit", True, "the gold result breaks the size or memory limit"),
+        GoldRule(
+            "gold_clock",
+            False,
+            "two runs differ, or the text asks for the current time or a random number: it runs again for each answer",
+        ),
+        GoldRule(
+            "gold_tie",
+            False,
+            "the set of rows changes under PRAGMA reverse_unordered_selects, or when rows that tie in an "
+            "ORDER BY … LIMIT are taken in another order: a right answer may be judged wrong",
+        ),
+        GoldRule("gold_float", False, "the same, but only behind the 12th digit of a number: a sum of floats, say"),
+        GoldRule("gold_mismatch", False, "the gold query's result does not pass the benchmark's own gold tables"),
+        GoldRule("gold_empty", False, "the gold result has no rows: any answer that returns nothing matches it"),
+    )
+}
+OK = "ok"
+SLOW_SHARE = 1 / 3
+SLOW_RULE = "slow: the first run took more than a third of the time limit (seen by the audit; depends on the machine)"
+UNCHECKED_RULE = "ties unchecked: a run that would have shown ties failed or ran out of time"
+EXCLUSION_RULE = "a question whose gold query is missing, fails, or breaks its time or size limit has no verdict"
+EXCLUDABLE = tuple(rule.key for rule in RULES.values() if not rule.fails)
+
+_FAILED = {"timeout": "gold_timeout", "limit": "gold_limit"}
+
+
+def exclusion_rule(exclude: tuple[str, ...]) -> str:
+    """EXCLUSION_RULE, with the flags that the run was told to leave out as well."""
+    return EXCLUSION_RULE + (f"; nor has one flagged {' or '.join(sorted(set(exclude)))}" if exclude else "")
 
 
 @dataclass(frozen=True)
 class Gold:
-    """How a gold query ran. `shape` tells apart results that a degenerate answer would match."""
+    """How a gold query ran. `shape` tells apart results that a degenerate answer would match.
 
-    status: GoldStatus
+    `status` is "ok" or a key of RULES, `flags` are all keys that hold. `ties_checked` is False where that was tried
+    and could not be done.
+    """
+
+    status: str
     message: str = ""
     rows: int = 0
     shape: Shape | None = None
     undecodable: bool = False
+    flags: tuple[str, ...] = field(default=())
+    ties_checked: bool = True
 
     @property
     def usable(self) -> bool:
         """True when an answer can be held against this gold."""
-        return self.status == "ok"
+        return self.status == OK or not RULES[self.status].fails
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for a record."""
-        return asdict(self)
+        """Plain data for a record; `from_json` reads it back."""
+        return asdict(self) | {"flags": list(self.flags)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Gold":
+        """The inverse of `to_json`."""
+        return cls(**{**data, "flags": tuple(data["flags"])})
 
 
-def describe(result: QueryResult) -> Gold:
-    """What an executed gold is good for."""
+def describe(result: QueryResult, flags: tuple[str, ...] = (), *, ties_checked: bool = True) -> Gold:
+    """What an executed gold is good for, given what further runs have shown (`flags`)."""
     if result.outcome != "ok" or result.truncated:
-        status = _STATUS.get("limit" if result.outcome == "ok" else result.outcome, "gold_error")
-        return Gold(status, result.message)
-    return Gold("ok", "", len(result.rows), _shape(result), has_undecodable(result))
+        status = _FAILED.get("limit" if result.outcome == "ok" else result.outcome, "gold_error")
+        return Gold(status, result.message or "the result was cut", flags=(status,))
+    shape = shape_of(result)
+    found = {flag for flag in flags if flag != "gold_empty"} | ({"gold_empty"} if shape == "empty" else set())
+    ordered = tuple(key for key in RULES if key in found)
+    undecodable = has_undecodable(result)
+    return Gold(ordered[0] if ordered else OK, "", len(result.rows), shape, undecodable, ordered, ties_checked)
 
 
-def _shape(result: QueryResult) -> Shape:
+def shape_of(result: QueryResult) -> Shape:
+    """Whether a result is one that a degenerate query returns: nothing, one NULL, one 0."""
     if not result.rows:
         return "empty"
     if len(result.rows) == 1 and len(result.rows[0]) == 1:
@@ -60,57 +117,3 @@ def _shape(result: QueryResult) -> Shape:
         if cell == 0:
             return "one_zero"
     return "rows"
-
-
-class GoldBook:
-    """Runs gold queries through the sandbox under their own limits and remembers them. Thread-safe."""
-
-    def __init__(self, sandbox: Sandbox, limits: Limits):
-        self._sandbox, self._limits = sandbox, limits
-        self._lock = threading.Lock()
-        self._described: dict[tuple[str, str], Gold] = {}
-        self._results: dict[tuple[str, str], QueryResult] = {}
-        self._cells = 0
-
-    def prepare(self, examples: Iterable[Example], threads: int, on_done: Callable[[], None] = lambda: None) -> None:
-        """Run every distinct gold. SetupError when a database cannot be used."""
-        unique = {self._key(example): example for example in examples if example.gold_sql.strip()}
-        with ThreadPoolExecutor(threads, thread_name_prefix="gold") as pool:
-            for _ in pool.map(self.gold, unique.values()):
-                on_done()
-
-    @classmethod
-    def count(cls, examples: Iterable[Example]) -> int:
-        """How many distinct golds `prepare` would run."""
-        return len({cls._key(example) for example in examples if example.gold_sql.strip()})
-
-    def gold(self, example: Example) -> Gold:
-        """How this example's gold runs."""
-        if not example.gold_sql.strip():
-            return Gold("gold_missing", "the question has no gold SQL")
-        key = self._key(example)
-        with self._lock:
-            if key in self._described:
-                return self._described[key]
-        self._run(example)
-        return self._described[key]
-
-    def result(self, example: Example) -> QueryResult:
-        """The gold's rows, from memory where they were kept, else executed again."""
-        with self._lock:
-            kept = self._results.get(self._key(example))
-        return kept if kept is not None else self._run(example)
-
-    def _run(self, example: Example) -> QueryResult:
-        result = execute(self._sandbox, example.database, example.gold_sql, self._limits)
-        key, cells = self._key(example), len(result.rows) * max(len(result.columns), 1)
-        with self._lock:
-            self._described.setdefault(key, describe(result))
-            if key not in self._results and self._cells + cells <= _KEPT_CELLS:
-                self._results[key] = result
-                self._cells += cells
-        return result
-
-    @staticmethod
-    def _key(example: Example) -> tuple[str, str]:
-        return example.database.content_hash, example.gold_sql

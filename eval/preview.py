@@ -17,14 +17,14 @@ CELL_CHARACTERS = 120
 _MATCHED_CELLS = 200_000
 
 
-def shown_results(pred: QueryResult | None, gold: QueryResult) -> dict[str, Any]:
+def shown_results(pred: QueryResult | None, gold: QueryResult | None) -> dict[str, Any]:
     """The part of a record that this module makes: `pred` and `gold` as `preview`, None for one that has no rows to
     show because it failed or was not given, and `difference` as `row_difference` where both ran."""
-    ran = pred is not None and pred.outcome == "ok"
+    pred, gold = (result if result is not None and result.outcome == "ok" else None for result in (pred, gold))
     return {
-        "pred": preview(pred) if pred is not None and ran else None,
-        "gold": preview(gold) if gold.outcome == "ok" else None,
-        "difference": row_difference(pred, gold) if pred is not None and ran and gold.outcome == "ok" else None,
+        "pred": None if pred is None else preview(pred),
+        "gold": None if gold is None else preview(gold),
+        "difference": None if pred is None or gold is None else row_difference(pred, gold),
     }
 
 

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 _PLAIN_SECONDS = 10.0
+_LISTED = 20
 
 
 class Stage:
@@ -107,24 +108,70 @@ def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
     identity = summary["identity"]
     title = f"{identity['benchmark']}, {identity['mode']}: {identity['model'] or identity['engine']}"
     table = Table(title=title, title_justify="left")
-    for column in ("", "n", "official", "strict"):
+    for column in ("", "n", "official", "95% CI", "strict", "fair"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row("all", str(summary["n"]), _figure(summary["official"]), _figure(summary["strict"]))
+    table.add_row(*_score_row("all", summary["n"], summary, summary.get("official_ci")))
+    vote = summary["samples"].get("vote")
+    if vote:
+        table.add_row(*_score_row(f"vote of {summary['samples']['k']}", vote["n"], vote, vote["ci"]))
     if len(summary["by_difficulty"]) > 1:
         for label, scores in summary["by_difficulty"].items():
-            table.add_row(label, str(scores["n"]), _figure(scores["official"]), _figure(scores["strict"]))
+            table.add_row(*_score_row(label, scores["n"], scores, None))
     console.print(table)
     rates = ("submit_rate", "executes_rate", "fallback_rate", "truncation_rate")
     means = ("mean_turns", "mean_calls", "mean_tokens")
     console.print("  ".join(f"{key.removesuffix('_rate')} {_figure(summary[key])}" for key in rates))
     console.print("  ".join(f"{key.replace('_', ' ')} {_figure(summary[key], 1)}" for key in means))
+    for line in [*_sample_lines(summary["samples"]), *_gold_lines(summary["gold"])]:
+        console.print(line, markup=False)
     if summary["excluded"]:
-        console.print(f"{len(summary['excluded'])} of {summary['n_questions']} questions have no verdict:")
-        for item in summary["excluded"][:20]:
+        console.print(f"{len(summary['excluded'])} of {summary['n_episodes']} episodes have no verdict:")
+        for item in summary["excluded"][:_LISTED]:
             console.print(f"  {item['question_id']}  {item['status']}  {item['reason']}", markup=False)
-        if len(summary["excluded"]) > 20:
-            console.print(f"  … and {len(summary['excluded']) - 20} more, in summary.json")
+        if len(summary["excluded"]) > _LISTED:
+            console.print(f"  … and {len(summary['excluded']) - _LISTED} more, in summary.json")
     console.print(f"written to {folder}", markup=False)
+
+
+def _score_row(label: str, n: int, scores: Mapping[str, Any], ci: Sequence[float] | None) -> list[str]:
+    interval = f"{ci[0]:.3f} – {ci[1]:.3f}" if ci else ""
+    return [
+        label,
+        str(n),
+        _figure(scores["official"]),
+        interval,
+        _figure(scores["strict"]),
+        _figure(scores.get("fair")),
+    ]
+
+
+def _sample_lines(samples: Mapping[str, Any]) -> Iterator[str]:
+    if samples["k"] < 2 or "vote" not in samples:
+        return
+    yield (
+        f"mean of {samples['k']} samples a question; each sample: {' '.join(map(_figure, samples['per_sample']))}; "
+        f"some sample right {_figure(samples['any_right'])}"
+    )
+    yield f"flip rate {_figure(samples['flip_rate'])}: share of questions on which two samples differ in their verdict"
+    vote = samples["vote"]
+    yield (
+        f"vote: {vote['ties']} ties, {vote['without_vote']} questions without a vote, "
+        f"agreement {_figure(vote['agreement'])}"
+    )
+
+
+def _gold_lines(gold: Mapping[str, Any]) -> Iterator[str]:
+    for flag, questions in gold["flagged"].items():
+        without = gold["official_without"].get(flag)
+        score = f"; official without {_figure(without)}" if flag in gold["official_without"] else ", left out"
+        yield f"{flag}: {len(questions)} of {gold['n']} questions{score}"
+    if gold["share_trivial"]:
+        yield (
+            f"gold empty, NULL or 0: {_figure(gold['share_trivial'])} of the scored questions; official without them "
+            f"{_figure(gold['official_without_trivial'])}"
+        )
+    if gold["ties_unchecked"]:
+        yield f"ties unchecked: {len(gold['ties_unchecked'])} golds"
 
 
 def _figure(value: float | None, digits: int = 3) -> str:

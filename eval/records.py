@@ -6,11 +6,12 @@ most the line that was being written; at the end it is put into question order. 
 differs between two identical runs (seconds), so that the other files can be compared byte by byte.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shared.errors import SetupError
 
@@ -44,12 +45,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_atomic(path: Path, text: str) -> None:
     """Write beside and rename: a reader sees the old file or the whole new one."""
-    beside = path.with_name(f".{path.name}.tmp")
+    beside = _beside(path)
     with open(beside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -82,13 +87,14 @@ class RunFolder:
         """Nothing is written yet. SetupError when the folder is in use by anything but this run, unfinished."""
         self.path = folder
         self._identity = dict(identity)
+        self._open: list[TextIO] = []
         self.resumed = self._check()
 
     def _check(self) -> bool:
         folder = self.path
         if folder.exists() and not folder.is_dir():
             raise SetupError(f"output {folder} is a file: give a folder that does not exist yet")
-        if not folder.exists() or not any(folder.iterdir()):
+        if not folder.exists() or all(self._is_start(path) for path in folder.iterdir()):
             return False
         if not (folder / RUN).is_file():
             raise SetupError(f"output folder {folder} is in use and holds no run: give another one")
@@ -103,6 +109,11 @@ class RunFolder:
             )
         return True
 
+    def _is_start(self, path: Path) -> bool:
+        """True for what a run leaves that was killed before its run.json was there."""
+        started = path.name in (EPISODES, TIMING) and path.stat().st_size == 0 and not (self.path / RUN).exists()
+        return path == _beside(self.path / RUN) or started
+
     def done(self) -> list[dict[str, Any]]:
         """The episodes that are on disk."""
         return read_episodes(self.path / EPISODES)
@@ -110,19 +121,22 @@ class RunFolder:
     def open(self, about: Mapping[str, Any]) -> None:
         """Create the folder or take it up again. `about` is written beside the identity, and not compared."""
         self.path.mkdir(parents=True, exist_ok=True)
+        for name in (EPISODES, TIMING):
+            self._open.append(open(self.path / name, "a", encoding="ascii"))  # noqa: SIM115 (closed in close)
+        try:
+            fcntl.flock(self._open[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SetupError(f"output folder {self.path} is being written by another process: wait for it") from None
         if not self.resumed:
             write_json(self.path / RUN, {"identity": self._identity, **about})
         for name in (EPISODES, TIMING):
             _cut_unfinished_line(self.path / name)
-        self._episodes = open(self.path / EPISODES, "a", encoding="ascii")  # noqa: SIM115 (closed in close)
-        self._timing = open(self.path / TIMING, "a", encoding="ascii")  # noqa: SIM115
 
     def append(self, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """Add one finished episode. On disk (as far as this process is concerned) when it returns."""
-        self._timing.write(to_line(timing))
-        self._timing.flush()
-        self._episodes.write(to_line(record))
-        self._episodes.flush()
+        for file, line in zip(reversed(self._open), (timing, record), strict=True):
+            file.write(to_line(line))
+            file.flush()
 
     def finish(self, records: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
         """Put the episodes into the order given and write the summary: the run is finished."""
@@ -132,8 +146,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files; the run can be resumed."""
-        self._episodes.close()
-        self._timing.close()
+        for file in self._open:
+            file.close()
 
 
 def _cut_unfinished_line(path: Path) -> None:

@@ -5,140 +5,30 @@ episode, and its answer is scored as soon as it is there. DIR gets run.json, epi
 end, summary.json (see `eval.records`). Run the same command again to go on where a killed run stopped.
 """
 
-import hashlib
-import platform
-import sqlite3
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from eval.benchmarks import ScoreResults, load_benchmark, scorer_of
+from eval.benchmarks import Questions, load_benchmark
 from eval.config import EvalConfig, parse_arguments
 from eval.engines import Prepared, prepare_engine
-from eval.gold import EXCLUSION_RULE, GoldBook, describe
-from eval.preview import shown_results
+from eval.goldcache import GoldCache, default_folder
+from eval.identity import question_seed, run_identity
+from eval.judge import Judge, Line, open_book
 from eval.progress import Progress, print_summary
 from eval.records import RunFolder, episode_key
-from eval.scorers.bird import execute
 from eval.summary import summarize
-from shared.chat import ChatCodec
 from shared.cli import run_main
-from shared.data.example import Example
 from shared.engines.base import Engine
-from shared.episode import EpisodeRecord
 from shared.runner import Task, run_episodes
-from shared.sql.sandbox import Limits, Sandbox
-from shared.tools.protocol import PROMPT_SHA256
+from shared.sql.sandbox import Sandbox
 
-Line = tuple[dict[str, Any], dict[str, Any]]
-
-
-def question_seed(seed: int, question_id: str, sample: int = 0) -> int:
-    """The seed of one episode: depends on the run's seed and the question, not on its place in the file."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{question_id}/{sample}".encode()).digest()[:6], "big")
-
-
-def data_sha256(benchmark: str, examples: Sequence[Example]) -> str:
-    """Identity of what was asked of what: questions, evidence, golds, and the content of the databases."""
-    digest = hashlib.sha256(benchmark.encode())
-    for e in sorted(examples, key=lambda e: e.question_id):
-        fields = (e.question_id, e.db_id, e.question, e.evidence, e.gold_sql, e.database.content_hash)
-        for text in fields:
-            data = text.encode("utf-8", "surrogatepass")
-            digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
-
-
-def run_identity(config: EvalConfig, benchmark: str, examples: Sequence[Example], prepared: Prepared) -> dict[str, Any]:
-    """Everything that determines a run's result. A run resumes only where all of it is unchanged."""
-    budgets = asdict(config.episode())
-    for key in ("mode", "sampling"):
-        del budgets[key]
-    sampling = config.sampling()
-    return {
-        "engine": config.engine,
-        **({"engine_settings": dict(prepared.settings)} if prepared.settings else {}),
-        "model": config.model,
-        "model_sha256": prepared.sha256,
-        "benchmark": benchmark,
-        "questions": len(examples),
-        "data_sha256": data_sha256(benchmark, examples),
-        "mode": config.mode,
-        "seed": config.seed,
-        "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
-        "budgets": budgets,
-        "limits": {"query_seconds": config.query_seconds, "gold_seconds": config.gold_seconds},
-        "dtype": config.dtype,
-        "prompt_sha256": PROMPT_SHA256,
-        "template_sha256": prepared.codec.template_sha256,
-        "exclusion_rule": EXCLUSION_RULE,
-        "versions": {
-            "execplan": _own_version(),
-            "python": platform.python_version(),
-            "sqlite": sqlite3.sqlite_version,
-            **prepared.versions,
-        },
-    }
-
-
-def _own_version() -> str:
-    try:
-        return version("execplan")
-    except PackageNotFoundError:
-        return "source"
-
-
-class Judge:
-    """Turns a finished episode into its record: executes the answer, holds it against the gold."""
-
-    def __init__(self, config: EvalConfig, sandbox: Sandbox, golds: GoldBook, score_results: ScoreResults):
-        self._sandbox, self._golds, self._score_results = sandbox, golds, score_results
-        self._limits = Limits(seconds=config.query_seconds)
-
-    def line(self, example: Example, episode: EpisodeRecord) -> Line:
-        """The episode's record and, apart from it, its timing. SetupError when the database is at fault."""
-        gold = self._golds.gold(example)
-        judged: dict[str, Any] = {"status": gold.status, "reason": gold.message, "scores": None, "results": None}
-        seconds = 0.0
-        if episode.ended == "error":
-            last = (episode.error or "unknown").strip().splitlines()[-1]
-            judged |= {"status": "harness_error", "reason": last}
-        elif gold.usable:
-            gold_result = self._golds.result(example)
-            gold = describe(gold_result)  # a gold that had to run again may fail this time
-            judged |= {"status": gold.status, "reason": gold.message}
-            if gold.usable:
-                pred = None
-                if episode.answer_sql is not None:
-                    pred = execute(self._sandbox, example.database, episode.answer_sql, self._limits)
-                    seconds = pred.seconds
-                scores = self._score_results(pred, gold_result)
-                judged |= {"status": "scored", "reason": scores.official.reason, "scores": scores.to_json()}
-                judged["results"] = shown_results(pred, gold_result)
-        # Without the token lists first: asdict copies them one by one, which takes longer than the rest together.
-        data = replace(episode, ids=[], mask=[], logprobs=[]).to_json(tokens=False)
-        call_seconds = [[call.pop("seconds") for call in turn["calls"]] for turn in data["turns"]]
-        timing = {"question_id": example.question_id, "sample": 0, "answer": seconds, "calls": call_seconds}
-        record = {
-            "question_id": example.question_id,
-            "sample": 0,
-            "db_id": example.db_id,
-            "database_sha256": example.database.content_hash,
-            "difficulty": example.difficulty,
-            "question": example.question,
-            "evidence": example.evidence,
-            "gold_sql": example.gold_sql,
-            "gold": gold.to_json(),
-            **judged,
-            "truncated": episode.truncated,
-            "sampled_tokens": sum(episode.mask),
-            "total_tokens": len(episode.ids),
-        }
-        return record | {key: value for key, value in data.items() if key not in record}, timing
+Wanted = tuple[int, int]  # place of the example in the benchmark, sample number
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
@@ -150,34 +40,37 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     folder = RunFolder(config.folder(), identity)
     lines = folder.done()
     done = {episode_key(line) for line in lines}
-    waiting = [example for example in examples if (example.question_id, 0) not in done]
-    with Sandbox(workers=config.workers) as sandbox, Progress() as progress:
-        golds = GoldBook(sandbox, Limits(seconds=config.gold_seconds))
-        with progress.stage("gold queries", GoldBook.count(waiting)) as stage:
-            golds.prepare(waiting, config.workers, stage.advance)
+    everything = [(i, k) for i in range(len(examples)) for k in range(config.sample_count())]
+    waiting = [(i, k) for i, k in everything if (examples[i].question_id, k) not in done]
+    with Sandbox(workers=config.workers) as sandbox, Progress() as progress, _stoppable(sandbox):
+        cache = GoldCache(config.gold_cache or default_folder(), progress.note) if config.cache else None
+        golds = open_book(config, benchmark, sandbox, cache)
+        asked = [examples[i] for i in dict.fromkeys(i for i, _ in waiting)]
+        with progress.stage("gold queries", golds.count(asked)) as stage:
+            golds.prepare(asked, config.workers, stage.advance)
         for reason, count in questions.left_out.items():
             progress.note(f"{count} questions left out: {reason}")
         if done:
-            progress.note(f"resuming: {len(done)} of {len(examples)} episodes are done")
+            progress.note(f"resuming: {len(done)} of {len(everything)} episodes are done")
         progress.note("loading the model" if config.engine in ("hf", "vllm") else f"engine: {config.engine}")
         engine = prepared.load() if waiting else None
-        folder.open(
-            {
-                "left_out": dict(questions.left_out),
-                "source": config.source(),
-                "resources": {"concurrency": config.concurrency, "workers": config.workers},
-            }
-        )
-        judge = Judge(config, sandbox, golds, scorer_of(benchmark))
+        judge = Judge(config, sandbox, golds)
         try:
+            folder.open(
+                {
+                    "left_out": dict(questions.left_out),
+                    "source": config.source(),
+                    "resources": {"concurrency": config.concurrency, "workers": config.workers},
+                }
+            )
             if engine is not None:
-                with progress.stage(f"{benchmark}, {config.mode}", len(examples), lines) as stage:
-                    for record, timing in _episodes(config, waiting, engine, prepared.codec, sandbox, judge):
+                with progress.stage(f"{benchmark}, {config.mode}", len(everything), lines) as stage:
+                    for record, timing in _episodes(config, questions, waiting, engine, prepared, sandbox, judge):
                         folder.append(record, timing)
                         lines.append(record)
                         stage.advance(record)
         except KeyboardInterrupt:
-            progress.note(f"{len(lines)} of {len(examples)} episodes are saved in {folder.path}: run again to go on")
+            progress.note(f"{len(lines)} of {len(everything)} episodes are saved in {folder.path}: run again to go on")
             raise
         finally:
             folder.close()
@@ -191,31 +84,58 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
 
 
 def _episodes(
-    config: EvalConfig, examples: Sequence[Example], engine: Engine, codec: ChatCodec, sandbox: Sandbox, judge: Judge
+    config: EvalConfig,
+    questions: Questions,
+    wanted: Sequence[Wanted],
+    engine: Engine,
+    prepared: Prepared,
+    sandbox: Sandbox,
+    judge: Judge,
 ) -> Iterator[Line]:
-    """Run one episode an example and judge each in a thread, so that the engine never waits for a scored query."""
-    tasks = [Task(example, question_seed(config.seed, example.question_id)) for example in examples]
+    """Run the episodes and judge each in a thread, so that the engine never waits for a scored query."""
+    examples = questions.examples
+    tasks = [Task(examples[i], question_seed(config.seed, examples[i].question_id, k)) for i, k in wanted]
     judged: SimpleQueue[Future[Line]] = SimpleQueue()
     pending = 0
     with ThreadPoolExecutor(config.workers, thread_name_prefix="judge") as pool:
         for index, episode in run_episodes(
             tasks,
             engine,
-            codec,
+            prepared.codec,
             sandbox,
-            config.episode(),
+            prepared.episode(config),
             concurrency=config.concurrency,
             tool_threads=config.workers,
             # These two batch by themselves; waiting would only leave them idle.
             wait_for_tools=config.engine not in ("vllm", "openai"),
         ):
-            pool.submit(judge.line, tasks[index].example, episode).add_done_callback(judged.put)
+            task, sample = tasks[index], wanted[index][1]
+            pool.submit(judge.line, task.example, sample, episode).add_done_callback(judged.put)
             pending += 1
             while not judged.empty():
                 pending -= 1
                 yield judged.get().result()
         for _ in range(pending):
             yield judged.get().result()
+
+
+@contextmanager
+def _stoppable(sandbox: Sandbox) -> Iterator[None]:
+    """Have Ctrl-C and SIGTERM end the SQL that is under way: threads that wait for it would hold up the exit."""
+
+    def stop(signum: int, frame: object) -> None:
+        sandbox.abort()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals are none of our business there
+        yield
+        return
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,14 +17,15 @@ class Verdict:
 class Scores:
     """All verdicts on one answer, side by side, and how the answer itself ran.
 
-    `pred_outcome` is the sandbox's outcome for the answer, or "no_answer". `strict` and `soft_f1` are
-    None under a benchmark whose rules know no such thing.
+    `pred_outcome` is the sandbox's outcome for the answer, or "no_answer". `strict`, `soft_f1` and `fair`
+    are None under a benchmark whose rules know no such thing.
     """
 
     official: Verdict
     strict: Verdict | None
     soft_f1: Verdict | None
     pred_outcome: str
+    fair: Verdict | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a record; `from_json` reads it back."""
@@ -35,6 +36,7 @@ class Scores:
         """The inverse of `to_json`."""
 
         def verdict(key: str) -> Verdict | None:
-            return None if data[key] is None else Verdict(**data[key])
+            return None if data.get(key) is None else Verdict(**data[key])
 
-        return cls(Verdict(**data["official"]), verdict("strict"), verdict("soft_f1"), data["pred_outcome"])
+        official = Verdict(**data["official"])
+        return cls(official, verdict("strict"), verdict("soft_f1"), data["pred_outcome"], verdict("fair"))

@@ -1,4 +1,11 @@
-"""BIRD's execution accuracy: official, strict and mini-dev's soft F1, from two executed queries.
+"""BIRD's execution accuracy: official, strict, mini-dev's soft F1, and a fair one, from two executed queries.
+
+- official: the sets of rows are equal.
+- strict: the lists are. Without an ORDER BY in gold that penalises an order which SQLite was free to choose.
+- fair (ours): duplicates count; order counts where the gold query itself has an ORDER BY; numbers with a
+  fraction agree in 12 significant digits. Official implies neither it nor is implied by it: 0.30000000000000004
+  against 0.3 is fair, and officially wrong.
+- soft F1: see `shared.sql.results.soft_f1`.
 
 Upstream runs prediction and gold on ONE writable connection, so a prediction can change what gold reads
 (`DELETE FROM t` against `SELECT … FROM t` is empty against empty, and scores 1). Here each query runs
@@ -21,13 +28,13 @@ from typing import Literal
 from eval.scorers.base import Scores, Verdict
 from shared.database import Database
 from shared.errors import SetupError
-from shared.sql.results import official_equal, soft_f1, strict_equal
+from shared.sql.results import fair_equal, official_equal, soft_f1, strict_equal
 from shared.sql.sandbox import BadText, Limits, QueryResult, Sandbox
 
 UNDECODABLE_RULE = "text that is not UTF-8 is compared by its bytes (upstream scores every such question 0)"
 Undecodable = Literal["fail", "bytes"]
 
-OFFICIAL, STRICT, SOFT_F1 = "bird_official", "bird_strict", "bird_soft_f1"
+OFFICIAL, STRICT, SOFT_F1, FAIR = "bird_official", "bird_strict", "bird_soft_f1", "bird_fair"
 
 # Comments and what SQLite's tokenizer takes for a blank, at most one semicolon among them. Atomic, hence linear.
 _BLANK = r"(?>[ \t\n\f\r\ufeff]|--[^\n]*|/\*(?s:.*?)(?:\*/|\Z))*+"
@@ -68,25 +75,34 @@ def score_results(
     gold: QueryResult,
     *,
     undecodable: Undecodable = "bytes",
-    rules: tuple[str, str, str] = (OFFICIAL, STRICT, SOFT_F1),
+    ordered: bool | None = None,
+    rules: tuple[str, str, str, str] = (OFFICIAL, STRICT, SOFT_F1, FAIR),
 ) -> Scores:
     """Judge one executed answer (None: nothing was answered) against the executed gold.
+
+    `ordered` says whether the gold query has an ORDER BY; unknown (None), there is no fair verdict.
 
     A gold that failed gives 0 as upstream does; whether such a question counts is for the caller to
     settle before it comes here (`eval.gold` takes it out of the denominator).
     """
-    official, strict, soft = rules
+    official, strict, soft, fair = rules
     outcome = "no_answer" if pred is None else pred.outcome
     reason = "no answer"
     if pred is not None:
         gold_failure, pred_failure = failure(gold, undecodable), failure(pred, undecodable)
         if gold_failure is None and pred_failure is None:
             same_set, same_list = official_equal(pred.rows, gold.rows), strict_equal(pred.rows, gold.rows)
+            is_fair = ordered is not None and fair_equal(pred.rows, gold.rows, ordered=ordered)
+            what = "list" if ordered else "multiset"
             return Scores(
                 Verdict(official, float(same_set), "same set of rows" if same_set else "different sets of rows"),
                 Verdict(strict, float(same_list), "same list of rows" if same_list else "different lists of rows"),
                 Verdict(soft, soft_f1(pred.rows, gold.rows), "soft F1"),
                 outcome,
+                None
+                if ordered is None
+                else Verdict(fair, float(is_fair), f"same {what} of rows" if is_fair else f"different {what}s of rows"),
             )
         reason = f"gold: {gold_failure}" if gold_failure is not None else f"answer: {pred_failure}"
-    return Scores(Verdict(official, 0.0, reason), Verdict(strict, 0.0, reason), Verdict(soft, 0.0, reason), outcome)
+    zero = [Verdict(rule, 0.0, reason) for rule in rules]
+    return Scores(zero[0], zero[1], zero[2], outcome, None if ordered is None else zero[3])

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from eval.scorers.base import Scores, Verdict
+from shared.data.spider2 import LETTERS, gold_files
 from shared.errors import SetupError
 from shared.sql.sandbox import BadText, QueryResult
 
@@ -38,7 +39,6 @@ RULE = "spider2"
 _ABS_TOLERANCE, _REL_TOLERANCE = 0.01, 1e-9
 _CHUNK_ROWS = 500
 _FENCE = re.compile(r"```sql\n(.*?)\n```", re.DOTALL)
-_SUFFIXES = tuple("abcdefghijklmnopqrstuvwxyz")
 
 ConditionCols = Any  # as the evaluation file has it: None, a number, a list, a list of lists
 
@@ -54,11 +54,7 @@ class GoldTables:
 
 def load_gold(folder: Path, question_id: str, condition_cols: ConditionCols, ignore_order: bool) -> GoldTables:
     """`<id>.csv` and `<id>_<letter>.csv` of `folder`. Raises SetupError when there is none."""
-    names = {"": folder / f"{question_id}.csv"}
-    names |= {letter: folder / f"{question_id}_{letter}.csv" for letter in _SUFFIXES}
-    csvs = {name: path.read_text(encoding="utf-8") for name, path in names.items() if path.is_file()}
-    if not csvs:
-        raise SetupError(f"no gold result {question_id}.csv or {question_id}_a.csv in {folder}: point at exec_result/")
+    csvs = {name: path.read_text(encoding="utf-8") for name, path in gold_files(folder, question_id).items()}
     return GoldTables(csvs, condition_cols, ignore_order)
 
 
@@ -80,6 +76,15 @@ def result_to_csv(result: QueryResult) -> str:
         chunk = pd.DataFrame(result.rows[start : start + _CHUNK_ROWS], columns=columns)
         chunk.to_csv(out, index=False, header=start == 0)
     return out.getvalue()
+
+
+def count_rows(csv: str) -> int:
+    """How many rows a gold CSV has as pandas reads it. SetupError when it can't be read at all."""
+    _pandas()
+    try:
+        return len(_read(csv))
+    except Exception as error:  # pandas raises many kinds
+        raise SetupError(f"a gold table cannot be read ({error}): download the gold results again") from None
 
 
 def score_csv(pred_csv: str, gold: GoldTables) -> Verdict:
@@ -171,7 +176,7 @@ def _matches(pred: list[list[Any]], gold: list[list[Any]], ignore_order: bool) -
 
 def _gold_names(csvs: Mapping[str, str]) -> list[str]:
     """The gold files upstream finds: the base file alone where it exists, else one-letter suffixes in order."""
-    return [""] if "" in csvs else sorted(name for name in csvs if name in _SUFFIXES)
+    return [""] if "" in csvs else sorted(name for name in csvs if name in LETTERS)
 
 
 def _restrictions(condition_cols: ConditionCols, names: Sequence[str]) -> list[Any]:

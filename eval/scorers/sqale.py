@@ -10,9 +10,15 @@ from eval.scorers import bird
 from eval.scorers.base import Scores
 from shared.sql.sandbox import QueryResult
 
-RULES = ("sqale_official", "sqale_strict", "sqale_soft_f1")
+RULES = ("sqale_official", "sqale_strict", "sqale_soft_f1", "sqale_fair")
 
 
-def score_results(pred: QueryResult | None, gold: QueryResult, *, undecodable: bird.Undecodable = "bytes") -> Scores:
+def score_results(
+    pred: QueryResult | None,
+    gold: QueryResult,
+    *,
+    undecodable: bird.Undecodable = "bytes",
+    ordered: bool | None = None,
+) -> Scores:
     """`eval.scorers.bird.score_results`, with verdicts that name SQaLe."""
-    return bird.score_results(pred, gold, undecodable=undecodable, rules=RULES)
+    return bird.score_results(pred, gold, undecodable=undecodable, ordered=ordered, rules=RULES)

@@ -53,7 +53,7 @@ def read_questions(
     """
     if not databases.is_dir():
         raise SetupError(f"database folder {databases} does not exist: give the folder with <db_id>/<db_id>.sqlite")
-    records = list(_records(questions))
+    records = list(read_records(questions))
     if not records:
         raise SetupError(f"{questions} holds no questions: give a JSON array or JSON lines with db_id, question, query")
     rows = [_Row(questions, where, position, value, benchmark) for position, (where, value) in enumerate(records)]
@@ -85,8 +85,8 @@ def read_questions(
     return Loaded(examples, dict(skipped))
 
 
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """The file's entries, each with where it stands (`entry 3`, `line 3`)."""
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """The entries of a JSON array or of JSON lines, each with where it stands (`entry 3`, `line 3`)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -199,7 +199,7 @@ class _Folder:
         if db_id not in self._found:
             path = self._file(db_id)
             if path is not None:
-                _check_sqlite(path)
+                check_sqlite(path)
             self._found[db_id] = None if path is None else Database(db_id, path=path)
         return self._found[db_id]
 
@@ -226,7 +226,8 @@ def _match(name: str, entries: list[Path], key: Callable[[Path], str]) -> Path |
     return near[0] if near else None
 
 
-def _check_sqlite(path: Path) -> None:
+def check_sqlite(path: Path) -> None:
+    """SetupError when the file isn't SQLite by its first bytes, or can't be read."""
     try:
         with open(path, "rb") as file:
             head = file.read(len(_SQLITE_MAGIC))

@@ -1,11 +1,20 @@
 """The small benchmark that the evaluation tests run on."""
 
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.eval.runs import GOLDS, write_questions
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test finds gold results that another run of the tests has left, and none leaves any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -127,17 +127,17 @@ def test_a_fault_of_ours_is_nobodys_fault_either(
         ("q5", "harness_error", "RuntimeError: a bug in a tool"),
         ("q7", "harness_error", "RuntimeError: a bug in a tool"),
     ]
-    assert "2 of 8 questions have no verdict" in capsys.readouterr().out
+    assert "2 of 8 episodes have no verdict" in capsys.readouterr().out
 
 
 def test_a_gold_too_large_to_keep_runs_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(data, tmp_path / "kept")
-    monkeypatch.setattr("eval.gold._KEPT_CELLS", 0)
+    monkeypatch.setattr("eval.goldbook._KEPT_CELLS", 0)
     run(data, tmp_path / "again")
     assert files(tmp_path / "again") == files(tmp_path / "kept")
 
 
-def test_each_gold_runs_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gold_is_examined_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_questions(data / "repeated.json", GOLDS * 3)
     queries: list[str] = []
     query = Sandbox.query
@@ -147,8 +147,11 @@ def test_each_gold_runs_once(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
         return query(self, database, sql, *rest, **more)
 
     monkeypatch.setattr(Sandbox, "query", counted)
-    run(data, tmp_path / "out", "--engine", "canned", "--turn", SUBMIT_1, questions="repeated.json")
-    assert [queries.count(sql) for _, sql, _ in GOLDS] == [1] * len(GOLDS)
+    said = ("--engine", "canned", "--turn", SUBMIT_1, "--gold-cache", str(tmp_path / "cache"))
+    for name, options, times in (("once", ["--no-audit", "--no-cache"], 1), ("audit", [], 3), ("again", [], 0)):
+        queries.clear()
+        run(data, tmp_path / name, *said, *options, questions="repeated.json")
+        assert [queries.count(sql) for _, sql, _ in GOLDS] == [times] * len(GOLDS), name
 
 
 def test_no_submission_scores_0_even_when_gold_is_empty(data: Path, tmp_path: Path) -> None:
