@@ -5,8 +5,8 @@
 makes toy questions and traces (see train/traces.py), trains on the oracle's tokens, and writes `output`, a model
 folder with tokenizer and chat template.
 
-A plain loop on purpose. TRL's SFTTrainer, with the same rows and optimizer, gives the same losses, but takes several
-times as long on a model this small, and a good part of that is spent on importing it.
+A plain loop on purpose: TRL's SFTTrainer with the same rows and optimizer has the same losses (a test holds the two
+together), but took 1.75 times the CPU time a step on the demo's model.
 """
 
 import argparse

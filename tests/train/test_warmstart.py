@@ -163,6 +163,60 @@ def test_loss_is_the_mean_over_counted_tokens_whatever_the_padding(base: Path) -
         assert float(imitation_loss(model, traces)) == pytest.approx(total / count, rel=1e-5)
 
 
+def test_losses_are_those_of_trl(base: Path, tmp_path: Path) -> None:
+    """TRL's SFTTrainer as the oracle: the same rows in the same order, plain gradient descent, four steps."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class InOrder(SFTTrainer):
+        def _get_train_sampler(self, *_: Any, **__: Any) -> torch.utils.data.Sampler[int]:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    groups = [make_traces([30 + 7 * i + 3 * j for j in range(4)]) for i in range(4)]
+    ours = load_model(ModelConfig(path=str(base)))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    losses = []
+    for group in groups:
+        optimizer.zero_grad()
+        loss = imitation_loss(ours, group)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    theirs = load_model(ModelConfig(path=str(base)))
+    rows = [
+        {"input_ids": list(t.ids), "labels": [i if m else -100 for i, m in zip(t.ids, t.mask, strict=True)]}
+        for group in groups
+        for t in group
+    ]
+    arguments = SFTConfig(
+        output_dir=str(tmp_path / "trl"),
+        per_device_train_batch_size=4,
+        max_steps=4,
+        max_grad_norm=1e9,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    trainer = InOrder(
+        model=theirs,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=build_tokenizer(),
+        optimizers=(
+            sgd := torch.optim.SGD(theirs.parameters(), lr=0.05),
+            torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0),
+        ),
+    )
+    trainer.train()
+    assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == pytest.approx(losses, rel=1e-4)
+    assert losses[3] < losses[0]
+
+
 def config_for(base: Path, output: Path, **changes: Any) -> WarmStartConfig:
     settings = {
         "output": output,
