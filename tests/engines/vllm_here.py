@@ -1,0 +1,24 @@
+"""Whether vLLM is here, and how the tests run it: in processes of their own, on little memory."""
+
+import importlib.util
+import os
+import sys
+
+import pytest
+
+# The CPU build shares the cores with whatever else runs; threads that spin would take them.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def need_vllm() -> None:
+    """Skip where vLLM is not installed; in continuous integration on Linux it has to be."""
+    if importlib.util.find_spec("vllm") is None:
+        reason = "vllm is not installed: bash scripts/test.sh brings its CPU build where torch has no CUDA"
+        if os.environ.get("CI") == "true" and sys.platform == "linux":
+            pytest.fail(reason)
+        pytest.skip(reason)
