@@ -6,20 +6,22 @@ that a model wrote raises here; a database that can't be read does (SetupError),
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shared.database import Database
 from shared.errors import SetupError
 from shared.sql.sandbox import Limits, QueryResult, Sandbox
-from shared.tools.joins import find_join_paths, inferred_keys, render_path
-from shared.tools.protocol import SUBMIT, TOOLS, BadCall, Call, ToolResult, cut_text
+from shared.tools.protocol import SUBMIT, TOOLS, BadCall, Call, Outcome, ToolResult, cut_text
 from shared.tools.rows import one_line, render_rows
-from shared.tools.schema import Schema, Table, create_text, near_names, quote, read_schema, show
+from shared.tools.schema import Schema, near_names, quote, read_schema, show
+from shared.tools.schema_tools import SCHEMA_TOOLS, BadName, did_you_mean, find_column, find_table
 
 _NO_SUCH = re.compile(r"no such (column|table): (.+)", re.DOTALL)
 _WORD = re.compile(r"\w+")
+# Reading a large schema, which is done once, may take this much longer than a query.
+_SCHEMA_GRACE = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,29 +44,27 @@ class ToolLimits:
     max_length: int = 4 << 20
 
 
-# Reading a large schema, which is done once, may take this much longer than a query.
-_SCHEMA_GRACE = 0.5
-_NAMES_SHOWN = 30
-_GUESSES_SHOWN = 20
 _DEFAULT_LIMITS = ToolLimits()
 
 
-class _BadName(Exception):
-    """A table or column that doesn't exist; the message is for the model."""
-
-
 class ToolExecutor:
-    """The tools over one database. Cheap to make: one an episode; processes and schemas are shared."""
+    """The tools over one database. Cheap to make: one an episode, which sees one state of the schema.
+
+    Worker processes, schemas and what the schema tools say about them are shared by all executors.
+    """
 
     def __init__(self, database: Database, sandbox: Sandbox, limits: ToolLimits = _DEFAULT_LIMITS) -> None:
         self.database = database
         self._sandbox = sandbox
         self._limits = limits
+        self._schema: Schema | None = None
 
     @property
     def schema(self) -> Schema:
         """The database's schema. SetupError when it can't be read, TimeoutError when that takes too long."""
-        return read_schema(self.database, self._sandbox, self._limits.seconds + _SCHEMA_GRACE)
+        if self._schema is None:
+            self._schema = read_schema(self.database, self._sandbox, self._limits.seconds + _SCHEMA_GRACE)
+        return self._schema
 
     def ddl(self) -> str:
         """All CREATE statements in creation order, for the mode that shows the schema at once."""
@@ -79,16 +79,27 @@ class ToolExecutor:
         if isinstance(call, BadCall):
             return self._result(call.tool or "", "bad_call", f"Error: {call.message}", started)
         try:
-            return _HANDLERS[call.tool](self, call, started)
-        except _BadName as error:
+            if call.tool in SCHEMA_TOOLS:
+                return self._look_up(call, started)
+            return _SQL_TOOLS[call.tool](self, call, started)
+        except BadName as error:
             return self._result(call.tool, "bad_call", f"Error: {one_line(str(error))}", started)
         except TimeoutError as error:  # the schema of a database that another process keeps locked
             return self._result(call.tool, "timeout", f"Error: {error}", started)
 
+    def _look_up(self, call: Call, started: float) -> ToolResult:
+        """A schema tool's answer, worked out once for each schema."""
+        answers, key = self.schema.answers, (self._limits.max_bytes, call.tool, *call.args.items())
+        answer = answers.get(key)
+        if answer is None:
+            text = SCHEMA_TOOLS[call.tool](self.schema, **call.args)
+            answer = answers.setdefault(key, self._result(call.tool, "ok", text, started))
+        return ToolResult(call.tool, "ok", answer.text, (), (), time.perf_counter() - started, answer.notes)
+
     def _result(
         self,
         tool: str,
-        outcome: Any,
+        outcome: Outcome,
         text: str,
         started: float,
         *,
@@ -97,59 +108,18 @@ class ToolExecutor:
     ) -> ToolResult:
         text = text.encode("utf-8", "replace").decode("utf-8")
         shown = cut_text(text, self._limits.max_bytes)
-        notes = [*notes, *(["cut"] if shown != text else [])]
+        notes = (*notes, *(["cut"] if shown != text else []))
         columns, rows = (query.columns, query.rows) if query is not None else ((), [])
-        return ToolResult(tool, outcome, shown, columns, rows, time.perf_counter() - started, tuple(notes))
-
-    def _list_tables(self, call: Call, started: float) -> ToolResult:
-        tables = self.schema.tables
-        lines = [one_line(t.name) + (" (view)" if t.kind == "view" else "") for t in tables]
-        return self._result(call.tool, "ok", "\n".join(lines) or "(the database has no tables)", started)
-
-    def _describe_table(self, call: Call, started: float) -> ToolResult:
-        table = self._table(call.args["table_name"])
-        text = create_text(table) or f"{show(table.name)} has no CREATE statement"
-        if table.error is not None:
-            text += f"\n(it cannot be queried: {table.error})"
-        return self._result(call.tool, "ok", text, started)
-
-    def _foreign_keys(self, call: Call, started: float) -> ToolResult:
-        table, schema = self._table(call.args["table_name"]), self.schema
-        keys = [*table.foreign_keys]
-        keys += [key for key in schema.references.get(table.name, ()) if key not in keys]
-        if not keys:
-            guesses = [key for key in inferred_keys(schema) if table.name in (key.table, key.target)]
-            lines = ["(no foreign key is declared)", *map(str, guesses[:_GUESSES_SHOWN])]
-            return self._result(call.tool, "ok", _one_line_each(lines), started)
-        return self._result(call.tool, "ok", _one_line_each(map(str, keys)), started)
-
-    def _join_path(self, call: Call, started: float) -> ToolResult:
-        schema = self.schema
-        ends = self._table(call.args["table_a"]), self._table(call.args["table_b"])
-        paths, more = find_join_paths(schema, *ends)
-        if not paths:
-            text = f"(no path of keys joins {show(ends[0].name)} and {show(ends[1].name)})"
-            if ends[0].name == ends[1].name:
-                text = f"({show(ends[0].name)} has no key to itself)"
-            return self._result(call.tool, "ok", one_line(text), started)
-        lines = [render_path(path) for path in paths]
-        if more:
-            lines.append(f"... (showing {len(paths)} of several paths of this length)")
-        return self._result(call.tool, "ok", "\n".join(lines), started)
+        return ToolResult(tool, outcome, shown, columns, rows, time.perf_counter() - started, notes)
 
     def _sample_rows(self, call: Call, started: float) -> ToolResult:
-        table = self._table(call.args["table_name"])
+        table = find_table(self.schema, call.args["table_name"])
         sql = f"SELECT * FROM {quote(table.name)}"
         return self._run(call.tool, sql, call.args["limit"], "rows", started)
 
     def _distinct_values(self, call: Call, started: float) -> ToolResult:
-        table = self._table(call.args["table_name"])
-        name = call.args["column_name"]
-        column = table.column(name)
-        if column is None:
-            raise _BadName(
-                f"{show(table.name)} has no column {_quoted(name)}; {_known('its columns', name, table.names)}"
-            )
+        table = find_table(self.schema, call.args["table_name"])
+        column = find_column(table, call.args["column_name"])
         sql = f"SELECT DISTINCT {quote(column.name)} FROM {quote(table.name)}"
         return self._run(call.tool, sql, call.args["limit"], "values", started)
 
@@ -195,13 +165,13 @@ class ToolExecutor:
             return result.message
         name = match[2].rsplit(".", 1)[-1].strip('"`[]')
         near = near_names(name, self.schema.names) if match[1] == "table" else self._near_columns(name, sql)
-        return f"{result.message}; {_meant(near)}" if near else result.message
+        return f"{result.message}; {did_you_mean(near)}" if near else result.message
 
     def _unmatched(self, result: QueryResult, sql: str) -> list[str]:
         notes = []
         for name, note in zip(result.unmatched, result.notes, strict=True):
             near = self._near_columns(name, sql)
-            notes.append(f"{note}; {_meant(near)}" if near else note)
+            notes.append(f"{note}; {did_you_mean(near)}" if near else note)
         return notes
 
     def _near_columns(self, name: str, sql: str) -> list[str]:
@@ -214,42 +184,13 @@ class ToolExecutor:
                 homes.setdefault(column.name, f"{show(table.name)}.{show(column.name)}")
         return [homes[near] for near in near_names(name, homes)]
 
-    def _table(self, name: str) -> Table:
-        table = self.schema.table(name)
-        if table is None:
-            raise _BadName(f"there is no table {_quoted(name)}; {_known('the tables', name, self.schema.names)}")
-        return table
 
-
-def _meant(names: Iterable[str]) -> str:
-    return f"did you mean {', '.join(names)}?"
-
-
-def _known(things: str, name: str, names: Sequence[str]) -> str:
-    """What to say about a name that isn't there: near ones, or which there are."""
-    if near := near_names(name, names):
-        return _meant(map(show, near))
-    more = ", …" if len(names) > _NAMES_SHOWN else ""
-    return f"{things} are: {', '.join(map(show, names[:_NAMES_SHOWN]))}{more}"
-
-
-def _quoted(name: str) -> str:
-    return f'"{name if len(name) <= 100 else name[:100] + "…"}"'
-
-
-def _one_line_each(lines: Iterable[str]) -> str:
-    return "\n".join(map(one_line, lines))
-
-
-_HANDLERS: Mapping[str, Callable[[ToolExecutor, Call, float], ToolResult]] = {
-    "list_tables": ToolExecutor._list_tables,
-    "describe_table": ToolExecutor._describe_table,
-    "foreign_keys": ToolExecutor._foreign_keys,
-    "join_path": ToolExecutor._join_path,
+_SQL_TOOLS: Mapping[str, Callable[[ToolExecutor, Call, float], ToolResult]] = {
     "sample_rows": ToolExecutor._sample_rows,
     "distinct_values": ToolExecutor._distinct_values,
     "run_query": ToolExecutor._run_query,
     SUBMIT: ToolExecutor._submit_sql,
 }
+_HANDLERS: Mapping[str, Callable[..., Any]] = {**SCHEMA_TOOLS, **_SQL_TOOLS}
 if _HANDLERS.keys() != TOOLS.keys():  # pragma: no cover
     raise RuntimeError(f"tools without a handler, or handlers without a tool: {_HANDLERS.keys() ^ TOOLS.keys()}")

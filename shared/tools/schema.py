@@ -6,7 +6,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -111,11 +111,13 @@ class Table:
 class Schema:
     """All tables and views of one database, in creation order; a virtual table's own storage is left out.
 
-    `notes`: what building the database from its payload skipped or clamped. Compared by identity.
+    `notes`: what building the database from its payload skipped or clamped. `answers`: a place for
+    whoever answers questions about it to keep the answers. Compared by identity.
     """
 
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = ()
+    answers: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _by_name(self) -> Mapping[str, Table]:
