@@ -114,7 +114,9 @@ def largest_table(connection: sqlite3.Connection) -> str:
         row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
     ]
     names = [name for name in names if not name.startswith("sqlite_")]
-    counts = {name: int(connection.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0]) for name in names}
+    counts: dict[str, int] = {
+        name: int(connection.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0]) for name in names
+    }
     return max(counts, key=counts.__getitem__)
 
 
@@ -192,9 +194,9 @@ def bench_database(path: Path, sandbox: Sandbox, langchain: str | None) -> Itera
             call = theirs
             sides["langchain"] = lambda n, call=call: other.seconds(call[0], n, call[1])  # type: ignore[misc]
         took = alternate(sides)
-        ours, floor_time, them = took["ours"], took["floor"], took.get("langchain")
-        cells = [name, f"{1e6 / ours:,.0f}", f"{ours:,.1f}", f"{floor_time:,.1f}", f"{ours - floor_time:+,.0f}"]
-        cells += ["-", "-"] if them is None else [f"{them:,.0f}", f"{them / ours:.1f}x"]
+        mine, least, them = took["ours"], took["floor"], took.get("langchain")
+        cells = [name, f"{1e6 / mine:,.0f}", f"{mine:,.1f}", f"{least:,.1f}", f"{mine - least:+,.0f}"]
+        cells += ["-", "-"] if them is None else [f"{them:,.0f}", f"{them / mine:.1f}x"]
         yield f"| {' | '.join(cells)} |"
     if other is not None:
         other.close()
