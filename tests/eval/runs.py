@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.config import EvalConfig, parse_arguments
 from eval.records import EPISODES, SUMMARY, to_line, write_json
 from eval.summary import summarize
 
@@ -66,12 +67,24 @@ def write_run(folder: Path, records: Sequence[Mapping[str, Any]], **identity: An
     return folder
 
 
-def write_questions(path: Path, golds: Sequence[tuple[str, str, str]]) -> None:
+def write_questions(path: Path, golds: Sequence[tuple[str, str, str]], ids: Sequence[str] = ()) -> None:
+    """A question a gold (database, SQL, difficulty); without `ids` they are q0, q1, …"""
     entries = [
-        {"question_id": f"q{i}", "db_id": db, "question": f"Question {i}?", "query": sql, "difficulty": difficulty}
+        {
+            "question_id": ids[i] if ids else f"q{i}",
+            "db_id": db,
+            "question": f"Question {i}?",
+            "query": sql,
+            "difficulty": difficulty,
+        }
         for i, (db, sql, difficulty) in enumerate(golds)
     ]
     path.write_text(json.dumps(entries))
+
+
+def parse(argv: Sequence[str]) -> EvalConfig:
+    """The config of `eval.run`'s command line."""
+    return parse_arguments(argv)
 
 
 def arguments(data: Path, out: Path, *more: str, questions: str = "questions.json") -> list[str]:
