@@ -32,6 +32,7 @@ class Prepared:
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     bytes_per_token: int = 1
+    description: str = "loading the model"
 
     def episode(self, config: EvalConfig) -> EpisodeConfig:
         """The budgets of an episode, in this engine's tokens."""
@@ -45,22 +46,22 @@ def prepare_engine(config: EvalConfig) -> Prepared:
         raise SetupError("--turn and --turns belong to --engine canned")
     if config.engine != "vllm" and config.engine_option:
         raise SetupError("--engine-option belongs to --engine vllm")
+    if config.engine != "openai" and (config.base_url is not None or config.tokenizer is not None):
+        raise SetupError("--base-url and --tokenizer belong to --engine openai")
     if config.engine == "hf":
         return _prepare_hf(config)
     if config.engine == "vllm":
         return _prepare_vllm(config)
     if config.engine == "openai":
         return _prepare_served(config)
-    if config.base_url is not None or config.tokenizer is not None:
-        raise SetupError("--base-url and --tokenizer belong to --engine openai")
     if config.model is not None:
         raise SetupError(f"--engine {config.engine} follows a script and takes no --model: leave one of them out")
     codec = ByteCodec()
     if config.engine == "gold":
-        return Prepared(codec, "gold", lambda: GoldEngine(codec))
+        return Prepared(codec, "gold", lambda: GoldEngine(codec), description="engine: gold")
     turns = canned_turns(config)
     digest = hashlib.sha256(json.dumps(turns).encode()).hexdigest()
-    return Prepared(codec, digest, lambda: CannedEngine(codec, turns))
+    return Prepared(codec, digest, lambda: CannedEngine(codec, turns), description="engine: canned")
 
 
 def canned_turns(config: EvalConfig) -> list[str]:
@@ -150,6 +151,7 @@ def _prepare_served(config: EvalConfig) -> Prepared:
         lambda: served.load(config.concurrency),
         served.versions,
         served.settings,
+        description=f"asking {served.model} through {served.settings['endpoint']}, {served.settings['prompts']}",
         bytes_per_token=1 if isinstance(served.codec, TokenizerCodec) else ByteCodec.BYTES_PER_TOKEN,
     )
 

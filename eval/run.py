@@ -25,6 +25,7 @@ from eval.records import RunFolder, episode_key
 from eval.summary import summarize
 from shared.cli import run_main
 from shared.engines.base import Engine
+from shared.errors import SetupError
 from shared.runner import Task, run_episodes
 from shared.sql.sandbox import Sandbox
 
@@ -52,7 +53,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
             progress.note(f"{count} questions left out: {reason}")
         if done:
             progress.note(f"resuming: {len(done)} of {len(everything)} episodes are done")
-        progress.note("loading the model" if config.engine in ("hf", "vllm") else f"engine: {config.engine}")
+        progress.note(prepared.description)
         engine = prepared.load() if waiting else None
         judge = Judge(config, sandbox, golds)
         try:
@@ -69,7 +70,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
                         folder.append(record, timing)
                         lines.append(record)
                         stage.advance(record)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SetupError):
             progress.note(f"{len(lines)} of {len(everything)} episodes are saved in {folder.path}: run again to go on")
             raise
         finally:
@@ -97,26 +98,33 @@ def _episodes(
     tasks = [Task(examples[i], question_seed(config.seed, examples[i].question_id, k)) for i, k in wanted]
     judged: SimpleQueue[Future[Line]] = SimpleQueue()
     pending = 0
+    episodes = run_episodes(
+        tasks,
+        engine,
+        prepared.codec,
+        sandbox,
+        prepared.episode(config),
+        concurrency=config.concurrency,
+        tool_threads=config.workers,
+        # These two batch by themselves; waiting would only leave them idle.
+        wait_for_tools=config.engine not in ("vllm", "openai"),
+    )
+    stopped: SetupError | None = None
     with ThreadPoolExecutor(config.workers, thread_name_prefix="judge") as pool:
-        for index, episode in run_episodes(
-            tasks,
-            engine,
-            prepared.codec,
-            sandbox,
-            prepared.episode(config),
-            concurrency=config.concurrency,
-            tool_threads=config.workers,
-            # These two batch by themselves; waiting would only leave them idle.
-            wait_for_tools=config.engine not in ("vllm", "openai"),
-        ):
-            task, sample = tasks[index], wanted[index][1]
-            pool.submit(judge.line, task.example, sample, episode).add_done_callback(judged.put)
-            pending += 1
-            while not judged.empty():
-                pending -= 1
-                yield judged.get().result()
+        try:
+            for index, episode in episodes:
+                task, sample = tasks[index], wanted[index][1]
+                pool.submit(judge.line, task.example, sample, episode).add_done_callback(judged.put)
+                pending += 1
+                while not judged.empty():
+                    pending -= 1
+                    yield judged.get().result()
+        except SetupError as error:  # a server that died, say: what has ended before is kept
+            stopped = error
         for _ in range(pending):
             yield judged.get().result()
+    if stopped is not None:
+        raise stopped
 
 
 @contextmanager

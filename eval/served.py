@@ -27,7 +27,8 @@ from shared.errors import SetupError
 from shared.tools.protocol import EXEC_PLAN_TOOL_INSTRUCTIONS
 
 API_KEY = "OPENAI_API_KEY"
-_PROBE_PATIENCE = 3.0
+# Seconds for which a server that fails is asked again: before the run, where the address may be wrong, and in the run.
+_PROBE_PATIENCE, _RUN_PATIENCE = 3.0, 60.0
 _PROBE_TEXT = "naïve 1234  SELECT\n\tcount(*) FROM \u8868 -- \U0001f41c"
 _START = ({"role": "system", "content": EXEC_PLAN_TOOL_INSTRUCTIONS}, {"role": "user", "content": _PROBE_TEXT})
 
@@ -94,7 +95,7 @@ def connect(config: EvalConfig) -> Served:
     version = _beside(server, "/version", None).get("version")
     settings: dict[str, Any] = {"served_model": model, "root": entry.get("root")}
     versions = {"server": str(version)} if version else {}
-    patient = replace(server, patience=60.0)
+    patient = replace(server, patience=_RUN_PATIENCE)
     folder = _tokenizer_folder(config, entry)
     codec = TokenizerCodec(_load_tokenizer(folder)) if folder is not None and config.endpoint != "chat" else None
     if codec is not None and takes_token_ids(server, model, codec.prompt_ids("Answer.", "Yes?")):
