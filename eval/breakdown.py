@@ -16,7 +16,8 @@ _LEVELS = ("simple", "moderate", "challenging", "easy", "medium", "hard", "extra
 class Accuracy:
     """The scores of a group of scored episodes, and a 95% interval of the official one.
 
-    `n` counts episodes, `questions` the questions they are of. `strict` is None under rules that know no such thing.
+    `n` counts episodes, `questions` the questions they are of: a score is the mean over questions of the mean over a
+    question's samples. `strict` and `fair` are None under rules that know no such thing.
     """
 
     label: str
@@ -26,6 +27,7 @@ class Accuracy:
     low: float
     high: float
     strict: float | None
+    fair: float | None = None
 
 
 def wilson(successes: int, n: int, level: float = LEVEL) -> tuple[float, float]:
@@ -54,25 +56,33 @@ def accuracy(label: str, records: Sequence[Record]) -> Accuracy | None:
     scored = [record for record in records if record["status"] == "scored"]
     if not scored:
         return None
-    by_question: dict[str, list[float]] = {}
-    for record in scored:
-        by_question.setdefault(str(record["question_id"]), []).append(float(record["scores"]["official"]["score"]))
-    scores = [score for values in by_question.values() for score in values]
-    if len(scores) == len(by_question) and set(scores) <= {0.0, 1.0}:
-        low, high = wilson(round(sum(scores)), len(scores))
+    official = _question_means(scored, "official")
+    assert official is not None  # every benchmark has an official rule
+    if len(scored) == len(official) and set(official) <= {0.0, 1.0}:
+        low, high = wilson(round(sum(official)), len(official))
     else:
-        interval = paired_bootstrap([sum(values) / len(values) for values in by_question.values()], level=LEVEL)
+        interval = paired_bootstrap(official, level=LEVEL)
         low, high = interval.low, interval.high
-    strict = [float(r["scores"]["strict"]["score"]) for r in scored if r["scores"]["strict"] is not None]
+    strict, fair = (_question_means(scored, key) for key in ("strict", "fair"))
     return Accuracy(
         label=label,
         n=len(scored),
-        questions=len(by_question),
-        official=sum(scores) / len(scores),
+        questions=len(official),
+        official=sum(official) / len(official),
         low=low,
         high=high,
         strict=sum(strict) / len(strict) if strict else None,
+        fair=sum(fair) / len(fair) if fair else None,
     )
+
+
+def _question_means(scored: Sequence[Record], key: str) -> list[float] | None:
+    """The mean score of each question that has one under the rule `key`; None when none has."""
+    groups: dict[str, list[float]] = {}
+    for record in scored:
+        if (verdict := record["scores"].get(key)) is not None:
+            groups.setdefault(str(record["question_id"]), []).append(float(verdict["score"]))
+    return [sum(values) / len(values) for values in groups.values()] or None
 
 
 def group_by(records: Sequence[Record], label: Callable[[Record], str]) -> dict[str, list[Record]]:

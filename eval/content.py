@@ -68,7 +68,7 @@ def run_content(run: Run) -> Content:
     records, summary = list(run.episodes.values()), _summary(run)
     identity = run.identity
     unscored = unscored_table(summary)
-    tables = [*score_tables(records), outcome_table(summary), behaviour_table([summary], ["value"])]
+    tables = [*score_tables(records, summary), outcome_table(summary), behaviour_table([summary], ["value"])]
     tables += [rules_table(summary), *([unscored] if unscored else [])]
     return Content(
         title=run_name(run),
@@ -131,7 +131,7 @@ def _two_names(a: Run, b: Run) -> tuple[str, str]:
 
 
 def _summary(run: Run) -> Mapping[str, Any]:
-    if "measures" not in run.summary:
+    if not {"measures", "samples"} <= run.summary.keys():
         raise SetupError(f"run {run.folder} was written by an older version: delete its summary.json and run it again")
     return run.summary
 

@@ -16,6 +16,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.content import TIER_LABELS, Content
+from eval.gold import RULES
 from eval.measures import CLASSES
 from eval.tables import Table
 from eval.trace import index_entry, trace
@@ -43,6 +44,7 @@ def render_page(content: Content) -> Iterator[str]:
         "runs": content.runs,
         "classes": {key: [c.label, c.tier] for key, c in CLASSES.items()},
         "tiers": {**TIER_LABELS, "unscored": "no verdict"},
+        "flags": {rule.key: rule.doc for rule in RULES.values()},
         "modes": [identity["mode"] for identity in content.identities],
     }
     prompts = {identity["prompt_sha256"] for identity in content.identities}

@@ -49,38 +49,45 @@ def p_value(p: float) -> str:
     return f"{p:.4f}" if p >= 0.0001 else "< 0.0001"
 
 
-def score_tables(records: Sequence[Record]) -> list[Table]:
+_SCORES_NOTE = (
+    "official: the rule of the benchmark; strict: order and duplicates count as well; fair: duplicates count, order "
+    "where gold has an ORDER BY. 95% interval of the official score."
+)
+_ORIGINS_NOTE = (
+    "submitted: by submit_sql; final_text: as text in the closing turn; fallback: the last query that ran; "
+    "none: no answer."
+)
+
+
+def score_tables(records: Sequence[Record], summary: Mapping[str, Any]) -> list[Table]:
     """Scores over all questions and by difficulty, gold length, database and answer origin."""
     whole = accuracy("all questions", records)
-    tables = [
-        _scores(
-            "Scores",
-            "official: the rule of the benchmark; strict: order and duplicates count as well; "
-            "95% interval of the official score.",
-            [*([whole] if whole else []), *accuracies(by_difficulty(records))],
-            "difficulty",
-        ),
-        _scores(
-            "By length of the gold query", "Quarters of the questions.", accuracies(by_gold_length(records)), "length"
-        ),
-        _scores("By database", "", accuracies(by_database(records)), "db"),
-        _scores(
-            "By origin of the answer",
-            "submitted: by submit_sql; final_text: as text in the closing turn; fallback: the last query that ran; "
-            "none: no answer.",
-            accuracies(group_by(records, lambda record: record["origin"])),
-            "origin",
-        ),
-    ]
-    return [table for table in tables if len(table.rows) > (1 if table.title != "Scores" else 0)]
+    rows = [*([whole] if whole else []), *_vote(summary), *accuracies(by_difficulty(records))]
+    lengths, databases = accuracies(by_gold_length(records)), accuracies(by_database(records))
+    origins = accuracies(group_by(records, lambda record: record["origin"]))
+    tables = [_scores("Scores", _SCORES_NOTE, rows, "difficulty")]
+    tables += [_scores("By length of the gold query", "Quarters of the questions.", lengths, "")] * (len(lengths) > 1)
+    tables += [_scores("By database", "", databases, "db")] * (len(databases) > 1)
+    tables += [_scores("By origin of the answer", _ORIGINS_NOTE, origins, "origin")] * (len(origins) > 1)
+    return tables
+
+
+def _vote(summary: Mapping[str, Any]) -> list[Accuracy]:
+    """The score of a vote among the samples, where there are several."""
+    samples = summary["samples"]
+    if (vote := samples.get("vote")) is None:
+        return []
+    low, high = vote["ci"]
+    return [Accuracy(f"vote of {samples['k']}", vote["n"], vote["n"], vote["official"], low, high, vote["strict"])]
 
 
 def _scores(title: str, note: str, rows: Sequence[Accuracy], key: str) -> Table:
-    strict = any(row.strict is not None for row in rows)
+    """One line a group; the lines of a level of `key` show its episodes in the viewer."""
+    rules = [rule for rule in ("strict", "fair") if any(getattr(row, rule) is not None for row in rows)]
     return Table(
         title,
         note,
-        ("", "n", "official", "95% interval", *(("strict",) if strict else ())),
+        ("", "n", "official", "95% interval", *rules),
         tuple(
             Row(
                 (
@@ -88,9 +95,11 @@ def _scores(title: str, note: str, rows: Sequence[Accuracy], key: str) -> Table:
                     f"{row.n:,}",
                     percent(row.official),
                     f"{100 * row.low:.1f} – {100 * row.high:.1f}",
-                    *((percent(row.strict),) if strict else ()),
+                    *(percent(getattr(row, rule)) for rule in rules),
                 ),
-                {key: row.label} if key != "length" and row.label != "all questions" else None,
+                {key: row.label}
+                if key and row.label != "all questions" and not row.label.startswith("vote of")
+                else None,
             )
             for row in rows
         ),
@@ -186,16 +195,35 @@ def unscored_table(summary: Mapping[str, Any]) -> Table | None:
 
 
 def rules_table(summary: Mapping[str, Any]) -> Table:
-    """Which rule gave each score, and how the golds ran."""
-    gold = summary["gold"]
-    rows = [Row((key, rule)) for key, rule in summary["rules"].items() if rule is not None]
+    """Which rule gave each score, and what the golds are worth."""
+    gold, samples = summary["gold"], summary["samples"]
+    rows = [(key, str(rule)) for key, rule in summary["rules"].items() if rule is not None]
+    rows.append(("questions", f"{summary['n_questions']:,} asked, {summary['n']:,} episodes scored"))
+    if "vote" in samples:
+        vote = samples["vote"]
+        rows += [
+            ("samples", f"{samples['k']} a question; some sample right {percent(samples['any_right'])}"),
+            ("flip rate", f"{percent(samples['flip_rate'])}: two samples of a question differ in their verdict"),
+            ("vote", f"{vote['ties']:,} ties, {vote['without_vote']:,} questions without a vote; {vote['rule']}"),
+        ]
     rows += [
-        Row(("questions", f"{summary['n_questions']:,} asked, {summary['n']:,} episodes scored")),
-        Row(("golds that return nothing, NULL or 0", _counts(gold["shape"], "rows"))),
-        Row(("official without those", percent(gold["official_without_trivial"]))),
-        Row(("text that is not UTF-8", f"{gold['undecodable']:,} golds; {gold['undecodable_rule']}")),
+        ("golds that return nothing, NULL or 0", _counts(gold["shape"], "rows")),
+        ("official without those", percent(gold["official_without_trivial"])),
+        ("golds with text that is not UTF-8", f"{gold['undecodable']:,}; {gold['undecodable_rule']}"),
     ]
-    return Table("Rules and golds", "", ("", ""), tuple(rows), words=(1,))
+    rows += [
+        (f"{flag.replace('_', ' ')}: {len(ids):,}", f"{gold['flag_rules'].get(flag, '')}. {_some(ids)}")
+        for flag, ids in gold["flagged"].items()
+    ]
+    if gold["flagged"]:
+        rows.append(("official without flagged golds", percent(gold["official_without_flagged"])))
+    return Table("Rules and golds", "", ("", ""), tuple(map(Row, rows)), words=(1,))
+
+
+def _some(ids: Sequence[Any], most: int = 12) -> str:
+    """The first of a list of ids, and how many more there are."""
+    more = f" and {len(ids) - most:,} more" if len(ids) > most else ""
+    return ", ".join(map(str, ids[:most])) + more
 
 
 def _counts(counts: Mapping[str, int], left_out: str) -> str:

@@ -26,6 +26,7 @@ def index_entry(records: Sequence[Record]) -> dict[str, Any]:
         "question": first["question"],
         "evidence": first["evidence"],
         "gold": first["gold_sql"],
+        "flags": list(first["gold"].get("flags", ())),
         "sides": [_side(record) for record in records],
     }
     return entry
@@ -62,7 +63,9 @@ def _side(record: Record) -> dict[str, Any]:
 def trace(record: Record, max_turns: int) -> dict[str, Any]:
     """All that the viewer shows of one episode beside its index entry."""
     scores = record["scores"]
-    verdicts = [] if scores is None else [scores[key] for key in ("official", "strict", "soft_f1") if scores[key]]
+    verdicts = (
+        [] if scores is None else [scores[key] for key in ("official", "strict", "fair", "soft_f1") if scores.get(key)]
+    )
     return {
         "reason": record["reason"],
         "error": record["error"],

@@ -32,7 +32,7 @@ const FILTERS = [
   ["db", "Database", (e) => [e.db], (v) => v],
   ["difficulty", "Difficulty", (e) => [e.difficulty || "(none)"], (v) => v],
   ["origin", "Origin", (e) => e.sides.map((s) => s.origin), (v) => v.replaceAll("_", " ")],
-  ["traits", "Trait", (e) => e.sides.flatMap(traits), (v) => v],
+  ["traits", "Trait", (e) => [...e.sides.flatMap(traits), ...e.flags.map((flag) => flag.replaceAll("_", " "))], (v) => v],
 ];
 const SORTS = {
   "in order": null,
@@ -304,12 +304,18 @@ function start() {
   applyFilters(true);
   route();
   let waiting = 0;
-  byId("filters").addEventListener("input", () => {
+  const state = () => [...byId("filters").elements].map((field) => (field.type === "checkbox" ? field.checked : field.value)).join("\n");
+  let applied = state();
+  // Leaving a field says that it changed when it was applied long ago: then the list stays as it is.
+  const soon = () => {
+    if (state() === applied) return;
+    applied = state();
     clearTimeout(waiting);
     waiting = setTimeout(applyFilters, byId("deep").checked ? 300 : 60);
-  });
+  };
+  for (const event of ["input", "change"]) byId("filters").addEventListener(event, soon);
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
-  byId("filters").addEventListener("reset", () => setTimeout(applyFilters));
+  byId("filters").addEventListener("reset", () => setTimeout(() => ((applied = state()), applyFilters())));
   list.addEventListener("click", (event) => {
     const node = event.target.closest("[data-entry]");
     if (node) select(Number(node.dataset.entry));

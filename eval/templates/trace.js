@@ -49,6 +49,7 @@ function answers(entry, traces, settings) {
       el("h3", {}, "Gold"),
       entry.gold ? sqlBlock(entry.gold) : el("p", { class: "absent" }, "result files, no query"),
       rowsTable(gold && gold.gold, "no rows to show"),
+      entry.flags.map((flag) => el("p", { class: "suspicion" }, el("b", {}, flag.replaceAll("_", " ")), ` ${settings.flags[flag] || ""}`)),
     ),
   ];
   traces.forEach((trace, i) => {
