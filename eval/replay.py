@@ -26,6 +26,7 @@ from eval.identity import data_sha256, own_versions
 from eval.judge import Judge, open_book
 from eval.records import RUN, read_json
 from eval.summary import summarize
+from eval.terminal import plain
 from shared.chat import ByteCodec
 from shared.cli import ArgumentParser, run_main
 from shared.config import build_config
@@ -230,14 +231,14 @@ def render(replay: Replay, folder: Path) -> str:
     for difference in found[:_SHOWN]:
         sample = f" sample {difference.sample}" if difference.sample else ""
         lines += [
-            f"{difference.question_id}{sample}  {difference.where}",
-            f"    recorded  {difference.recorded}",
-            f"    replayed  {difference.replayed}",
+            plain(f"{difference.question_id}{sample}  {difference.where}"),
+            plain(f"    recorded  {difference.recorded}"),
+            plain(f"    replayed  {difference.replayed}"),
         ]
     if found:
         episodes = len({(d.question_id, d.sample) for d in found})
         more = f", {len(found) - _SHOWN:,} of them not shown" if len(found) > _SHOWN else ""
-        lines.append(f"{len(found):,} differences in {episodes:,} episodes{more}.")
+        lines.append(f"differences: {len(found):,}, in {episodes:,} of the episodes{more}.")
         if clock := sum(difference.by_the_clock for difference in found):
             lines.append(f"{clock:,} of them are a query that ran out of time in one of the two.")
     return "\n".join([*lines, *(f"note: {note}" for note in replay.notes)])
@@ -262,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if as_json:
         print(json.dumps(asdict(outcome), indent=2))
     else:
-        # Without markup and colours: what is shown was written by models and databases.
+        # Without markup: what is shown was written by models and databases.
         Console(highlight=False, markup=False, soft_wrap=True).print(render(outcome, folder))
     return 1 if outcome.differences else 0
 
