@@ -15,7 +15,7 @@ from shared.sql.cells import decode_text
 from shared.sql.guard import Guard
 
 _MAX_OPEN = 16
-_MAX_IMAGE_BYTES = 256 << 20
+_MAX_IMAGE_BYTES = 96 << 20
 _MAX_SNAPSHOT_BYTES = 1 << 30
 _MAGIC = b"SQLite format 3\x00"
 _WAL_VERSION = 2

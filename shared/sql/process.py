@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _PARENT_GRACE = 0.6
 # Once an answer has begun to arrive, only its transport is left, which may take this much longer.
 _TRANSPORT_SECONDS = 0.3
 _FIRST_RECEIVE = 1 << 16
+_DYING_SECONDS, _KILLED_SECONDS = 0.05, 0.3
 # JSON escapes at most sixfold; the rest is column names and framing.
 _ESCAPES, _FRAME_BYTES = 6, 8 << 20
 
@@ -166,13 +168,14 @@ class WorkerProcess:
         """End the process, reap it, free its descriptors, and return its exit status (negative: a signal)."""
         self.gone = True
         self._socket.close()
-        if self._process.poll() is None:
-            # It may be dying already (its own deadline, a crash): its own exit status tells more than our kill.
-            try:
-                return self._process.wait(timeout=0.05)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        return self._process.wait()
+        # It may be dying already (its own deadline, a crash): then its own exit status tells more than our kill.
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout=_DYING_SECONDS)
+        self._process.kill()
+        # Stuck in the kernel (a dead network drive), even a killed process lingers; `subprocess` reaps it later.
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout=_KILLED_SECONDS)
+        return -signal.SIGKILL
 
     def abandon(self) -> None:
         """Forget the process without touching it: after a fork it belongs to the other side."""

@@ -31,8 +31,8 @@ SCHEMA_SECONDS = 30.0
 _BUILD_MEMORY = 1 << 30
 _SCHEMA_BYTES = 256 << 20
 _MAX_CRASHES = 5
-_MAX_BAD_STARTS = 20
-_MAX_KNOWN = 4096
+_BAD_START_SECONDS = 30.0
+_MAX_NOTES = 4096
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Sandbox:
         if reference is None:
             return _failed("setup_error", f"{name}: the path holds a NUL character")
         request |= {"db": reference, "memory": memory}
-        left, crashes, bad_starts = seconds, 0, 0
+        left, crashes, first_start = seconds, 0, time.monotonic()
         while crashes < _MAX_CRASHES:
             worker = self._acquire(reference["key"])
             started = time.monotonic()
@@ -206,11 +206,11 @@ class Sandbox:
             except WorkerTimeout:
                 return _failed("timeout", "the query took too long", time.monotonic() - started)
             except WorkerDied as error:
-                left = max(left - (time.monotonic() - started), 0.01)
                 if not error.during_start:
                     crashes += 1
-                elif (bad_starts := bad_starts + 1) == _MAX_BAD_STARTS:
-                    raise SetupError(f"{bad_starts} SQL workers in a row were killed while they started") from error
+                    left = max(left - (time.monotonic() - started), 0.01)
+                elif time.monotonic() - first_start > _BAD_START_SECONDS:
+                    raise SetupError("every SQL worker is killed while it starts; is there enough memory?") from error
                 continue
             finally:
                 self._release(worker)
@@ -240,6 +240,8 @@ class Sandbox:
         if built.get("outcome") == "ok":
             with self._changed:
                 self._notes[database.content_hash] = tuple(map(str, built["notes"]))
+                if len(self._notes) > _MAX_NOTES:
+                    self._notes.popitem(last=False)
             return worker.ask(request, request["seconds"], max_bytes)
         why = "needs too much time or memory" if built["outcome"] != "setup_error" else built["message"]
         return _failed("setup_error", f"its payload cannot be built: {why}")
@@ -294,6 +296,21 @@ class Sandbox:
             self._changed.notify()
         if not kept:
             worker.kill()
+
+
+def _to_result(answer: dict[str, Any]) -> QueryResult:
+    if answer["outcome"] != "ok":
+        return QueryResult(answer["outcome"], message=str(answer["message"]), seconds=float(answer["seconds"]))
+    unmatched = tuple(answer["unmatched"])
+    return QueryResult(
+        "ok",
+        columns=tuple(answer["columns"]),
+        rows=list(map(tuple, answer["rows"])),
+        truncated=bool(answer["truncated"]),
+        seconds=float(answer["seconds"]),
+        notes=tuple([f"\"{name}\" matches no column: it was read as the text '{name}'" for name in unmatched]),
+        unmatched=unmatched,
+    )
 
 
 def _failed(outcome: Outcome, message: str, seconds: float = 0.0) -> dict[str, Any]:
