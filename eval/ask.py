@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Ask:
     what.add_argument(
         "--engine", choices=("hf", "vllm", "openai", "gold", "canned"), help="default hf; gold submits --gold"
     )
-    what.add_argument("--base-url", help="server of --engine openai")
+    what.add_argument("--base-url", help="OpenAI-compatible server (implies --engine openai)")
     what.add_argument("--tokenizer", help="folder of the served model's tokenizer")
     what.add_argument("--endpoint", choices=("auto", "completions", "chat"), help="how the server is asked")
     what.add_argument("--engine-option", action="append", metavar="KEY=VALUE", help="option of vLLM (repeatable)")
@@ -88,6 +88,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Ask:
     how.add_argument("--max-tokens", type=int, help="tokens in all (default 24576)")
     given = vars(parser.parse_args(argv))
     own = {key: given.pop(key) for key in ("question", "db", "evidence", "gold", "rows", "json")}
+    if "base_url" in given:
+        given.setdefault("engine", "openai")
     config = build_config(given, EvalConfig, "command line")
     if config.engine == "gold" and not own["gold"]:
         raise SetupError("--engine gold submits the gold query: give it with --gold")

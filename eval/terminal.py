@@ -54,7 +54,8 @@ def show_turn(console: Console, view: Mapping[str, Any], number: int, seconds: f
         "cut by a token limit" if view["cut"] else "",
         f"{view['dropped']} calls not run" if view["dropped"] else "",
     ]
-    console.print(Rule(Text(", ".join([head, *filter(None, flags)]), style="dim"), align="left", style="dim"))
+    console.print(Rule(style="dim"))
+    console.print(Text(", ".join([head, *filter(None, flags)]), style="dim"))
     if view["think"] and view["think"].strip():
         _print_text(console, view["think"].strip(), "italic dim")
     if view["raw"] is not None and not view["calls"]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from eval import ask, replay
 from eval.config import parse_arguments
 from eval.models import check_model_folder, model_sha256, resolve_model
 from eval.records import read_episodes
@@ -99,3 +100,19 @@ def test_a_model_is_a_folder_or_in_the_local_cache(tmp_path: Path, model: Path) 
     for name, message in ((str(tmp_path / "file"), "is a file"), ("./nothing", "does not exist")):
         with pytest.raises(SetupError, match=message):
             resolve_model(name)
+
+
+def test_a_models_run_replays_without_the_model(data: Path, tmp_path: Path, model: Path) -> None:
+    evaluate_model(data, tmp_path / "out", model)
+    assert replay.main([str(tmp_path / "out")]) == 0
+    evaluate_model(data, tmp_path / "cut", model, "--max-tokens", "1500", "--max-turns", "6")
+    assert {episode["ended"] for episode in read_episodes(tmp_path / "cut" / "episodes.jsonl")} == {"token_limit"}
+    assert replay.main([str(tmp_path / "cut")]) == 0
+
+
+def test_a_model_is_asked_live(data: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", str(model), "--db", str(data / "databases" / "shop" / "shop.sqlite"), "--max-turns", "1"]
+    assert ask.main([*argv, "--max-new-tokens", "8", "--max-tokens", "8192", "Which items?"]) == 1
+    said = capsys.readouterr().out
+    assert "turn 1: 8 tokens" in said
+    assert "closing turn" in said
