@@ -6,7 +6,7 @@ run's numbers, so a shipped config shows what a run adds to or changes in the re
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -68,15 +68,32 @@ class DataConfig(StrictModel):
         return self
 
 
+class VllmConfig(StrictModel):
+    """vLLM as the rollout engine, one in each rank, in the trainer's process: see train/rollout_engines.py.
+
+    dtype: what the engine computes in. gpu_memory: share of the GPU for its weights and its cache. sleep: whether it
+    gives both back while the trainer updates (not on a CPU). options: further arguments of vllm.LLM, which win.
+    """
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    gpu_memory: Annotated[float, Field(gt=0, lt=1)] = 0.35
+    enforce_eager: bool = False
+    sleep: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+
+
 class RolloutConfig(StrictModel):
     """One step's episodes: `questions` x `candidates` over all ranks.
 
+    engine: hf decodes on the trainer's own model object; vllm has a copy of the weights, replaced after each update.
     explore_share: share of the questions whose schema is withheld. fallback: whether an episode without an answer of
     its own is scored on its last good query; off, as the recipe pays nothing for nothing submitted.
     """
 
     questions: PositiveInt = 18
     candidates: Annotated[int, Field(ge=2)] = 8
+    engine: Literal["hf", "vllm"] = "hf"
+    vllm: VllmConfig = VllmConfig()
     explore_share: Share = 1.0
     max_turns: PositiveInt = 6
     max_new_tokens: PositiveInt = 2048
@@ -179,11 +196,47 @@ class OptimizerConfig(StrictModel):
 
 
 class CheckpointConfig(StrictModel):
-    """every: save after each n-th step, and after the last. keep: newest complete ones kept besides `keep_steps`."""
+    """every: save after each n-th step, and after the last. keep: newest complete ones kept.
+
+    Besides these, `keep_steps` and the one that validation found best are kept.
+    """
 
     every: PositiveInt = 25
     keep: PositiveInt = 2
     keep_steps: tuple[int, ...] = ()
+
+
+class ValidationConfig(StrictModel):
+    """Held-out questions that the run is judged on after each n-th step and the last, and `best` selected by.
+
+    every: 0 for never. at_start: also before the first step, as what to compare with. benchmark "questions":
+    `questions` over `databases`, as in `data`; "toy": the generator's held-out split. name: what the figures call the
+    set. sample: that many of its questions, drawn by the run's seed (0: all). modes: each question is asked once in
+    each; the official accuracy in the first selects. Sampling and fallback are the evaluation's, budgets the run's.
+    """
+
+    every: NonNegativeInt = 0
+    at_start: bool = True
+    benchmark: Literal["questions", "toy"] = "questions"
+    name: str = "held-out questions"
+    questions: Path | None = None
+    databases: Path | None = None
+    toy_databases: PositiveInt = 20
+    toy_questions: PositiveInt = 200
+    sample: NonNegativeInt = 256
+    modes: Annotated[tuple[Literal["withheld", "full"], ...], Field(min_length=1)] = ("withheld", "full")
+    temperature: NonNegativeFloat = 0.6
+    top_p: Share = 0.95
+    top_k: NonNegativeInt = 20
+    fallback: bool = True
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.every and self.benchmark == "questions" and (self.questions is None or self.databases is None):
+            raise ValueError("validation.every needs the keys validation.questions and validation.databases")
+        if len(set(self.modes)) < len(self.modes):
+            raise ValueError("validation.modes names a mode twice")
+        return self
 
 
 class TrainConfig(StrictModel):
@@ -205,6 +258,7 @@ class TrainConfig(StrictModel):
     gate: GateConfig = GateConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    validation: ValidationConfig = ValidationConfig()
 
     @model_validator(mode="after")
     def _sampling_matches_the_ratio(self) -> Self:
@@ -231,7 +285,13 @@ def load_train_config(path: Path, overrides: Iterable[str] = ()) -> TrainConfig:
     Raises SetupError naming the key, or the missing local file or folder.
     """
     config = load_config(path, TrainConfig, overrides)
-    for key, local in (("data.questions", config.data.questions), ("data.databases", config.data.databases)):
+    wanted = [("data.questions", config.data.questions), ("data.databases", config.data.databases)]
+    if config.validation.every:
+        wanted += [
+            ("validation.questions", config.validation.questions),
+            ("validation.databases", config.validation.databases),
+        ]
+    for key, local in wanted:
         if local is not None and not local.exists():
             raise SetupError(f"{key}: {local} does not exist; download the benchmark or correct the path in {path}")
     return config

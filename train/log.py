@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
+from train.selection import VALIDATION
+
 METRICS = "metrics.jsonl"
 _ETA_WINDOW = 20
 
@@ -59,6 +61,7 @@ class RunLog:
 
     def __init__(self, output: Path, total: int, *, main: bool = True, console: Console | None = None) -> None:
         self.path = output / METRICS
+        self.validations = output / VALIDATION
         self.total = total
         self.main = main
         self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
@@ -66,17 +69,11 @@ class RunLog:
         self._status: Status | None = None
 
     def drop_from(self, step: int) -> None:
-        """Forget lines of `step` and later (a killed run logged them, the resumed one does them again)."""
-        if not self.main or not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] < step:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue  # cut short by a kill
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        """Forget what a killed run logged and the resumed one does again: steps from `step` on, later validations."""
+        if self.main:
+            _keep_below(self.path, step)
+            # A step is counted from 0 when it begins, a validation by the number of steps finished.
+            _keep_below(self.validations, step + 1)
 
     def say(self, text: str) -> None:
         """A line on the terminal."""
@@ -103,10 +100,32 @@ class RunLog:
             file.write(json.dumps({name: _clean(value) for name, value in figures.items()}) + "\n")
         self.console.print(step_line(figures, self.total, eta), markup=False)
 
+    def validation(self, line: Mapping[str, Any], text: str) -> None:
+        """Log one validation: its line for the file, and what the terminal says."""
+        if not self.main:
+            return
+        with self.validations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.console.print(text, markup=False)
+
     def close(self) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+
+def _keep_below(path: Path, step: int) -> None:
+    """Rewrite a file of JSON lines without those whose step is `step` or later, or that a kill has cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 def _clean(value: Any) -> Any:

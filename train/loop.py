@@ -2,10 +2,9 @@
 
 import copy
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -13,9 +12,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from transformers.utils.logging import disable_progress_bar
 
 from shared.config import dump_config
-from shared.engines.base import Engine
-from shared.engines.hf import HFEngine
-from shared.episode import EpisodeRecord
+from shared.episode import EpisodeRecord, Mode
 from shared.errors import SetupError
 from shared.sql.sandbox import Sandbox
 from train.checkpoint import list_checkpoints, newest_complete
@@ -37,25 +34,13 @@ from train.rollout import (
     summarize,
     training_rows,
 )
+from train.rollout_engines import EngineFactory, RolloutEngine, check_rollout_engine, make_rollout_engine
 from train.run import CONFIG_COPY
+from train.selection import beats_all, publish_best, read_validation
 from train.state import read_state, restore, save_run
 from train.stopping import StopFlag, StoppableEngine, StopRequested, only_one
 from train.trainer import Trainer
-
-
-class RolloutEngine(Engine, Protocol):
-    """An engine whose weights change between steps."""
-
-    def reset(self) -> None:
-        """Forget all requests and caches: what was computed under other weights must not be continued."""
-
-
-EngineFactory = Callable[[Policy, Trainer], RolloutEngine]
-
-
-def colocated_engine(policy: Policy, trainer: Trainer) -> RolloutEngine:
-    """The HF engine on the trainer's own model object: nothing to copy, and never out of date."""
-    return HFEngine(policy.model, weights=lambda: trainer.weights)
+from train.validation import HeldOut, ask, spoken, validation_line, validation_sums
 
 
 @dataclass
@@ -71,6 +56,7 @@ class Run:
     scorer: Scorer
     log: RunLog
     stop: StopFlag
+    held_out: HeldOut | None
 
     @property
     def rank(self) -> int:
@@ -97,8 +83,17 @@ class Run:
         return any(gather_object([self.stop.requested()]))
 
 
-def run_training(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: EngineFactory = colocated_engine) -> int:
-    """Train from the start, or from the newest complete checkpoint in the run's folder; returns the exit code."""
+def run_training(
+    config: TrainConfig,
+    pool: Pool,
+    stop: StopFlag,
+    make_engine: EngineFactory = make_rollout_engine,
+    held_out: HeldOut | None = None,
+) -> int:
+    """Train from the start, or from the newest complete checkpoint in the run's folder; returns the exit code.
+
+    `held_out` is what the run is validated on; None for no validation.
+    """
     disable_progress_bar()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -112,11 +107,19 @@ def run_training(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: E
         raise SetupError(
             f"rollout.questions {config.rollout.questions} does not divide by {accelerator.num_processes} ranks"
         )
+    check_rollout_engine(config)
     with only_one(config.output) if accelerator.is_main_process else nullcontext():
-        return _run(config, pool, stop, make_engine, accelerator)
+        return _run(config, pool, stop, make_engine, accelerator, held_out)
 
 
-def _run(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: EngineFactory, accelerator: Accelerator) -> int:
+def _run(
+    config: TrainConfig,
+    pool: Pool,
+    stop: StopFlag,
+    make_engine: EngineFactory,
+    accelerator: Accelerator,
+    held_out: HeldOut | None,
+) -> int:
     """Load what there is, write down the config, and go."""
     log = RunLog(config.output, config.steps, main=accelerator.is_main_process)
     found = newest_complete(config.output, log.say)
@@ -124,7 +127,7 @@ def _run(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: EngineFac
         log.say("no checkpoint is complete: starting from the beginning")
     resumed = read_state(*found, config, pool.content_hash) if found else None
     start = resumed.step if resumed else 0
-    if start >= config.steps:
+    if start >= config.steps and not _validation_due(config, held_out, start):
         log.say(f"{config.output} has finished its {config.steps} steps; raise steps= to go on")
         return 0
     policy = load_policy(config.model, str(resumed.folder) if resumed else None)
@@ -139,6 +142,8 @@ def _run(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: EngineFac
         stop.clear()
     accelerator.wait_for_everyone()
     log.drop_from(start)
+    if accelerator.is_main_process and held_out is not None:
+        publish_best(config.output, log.say)  # a kill may have come before it
     parameters = sum(p.numel() for p in policy.model.parameters())
     log.say(
         f"{f'continuing at step {start + 1}' if resumed else 'starting'}: {parameters:,} parameters, "
@@ -148,7 +153,7 @@ def _run(config: TrainConfig, pool: Pool, stop: StopFlag, make_engine: EngineFac
     engine = make_engine(policy, trainer)
     with Sandbox(config.rollout.sandbox_workers) as sandbox:
         scorer = Scorer(config, sandbox)
-        run = Run(config, pool, policy, trainer, engine, sandbox, scorer, log, stop)
+        run = Run(config, pool, policy, trainer, engine, sandbox, scorer, log, stop, held_out)
         try:
             _check_degenerate(run)
             return _steps(run, start)
@@ -175,25 +180,81 @@ def _check_degenerate(run: Run) -> None:
 
 
 def _steps(run: Run, start: int) -> int:
-    """Steps `start` to the end, with checkpoints; returns the exit code."""
+    """Steps `start` to the end, with checkpoints and validation; returns the exit code."""
+    # Also where a run was stopped between a checkpoint and its validation.
+    if not _validate(run, start):
+        return _leave(run, start)
     for step in range(start, run.config.steps):
         try:
             finished = _one_step(run, step)
         except StopRequested:
             finished = False
         if not finished:
-            run.engine.reset()
-            run.log.say(f"asked to stop: saving the state after {step} steps")
-            run.save(step)
-            if run.rank == 0:
-                run.stop.clear()
-            return run.stop.exit_code
+            return _leave(run, step)
         done = step + 1
         if done % run.config.checkpoint.every == 0 or done == run.config.steps:
             run.log.phase(f"step {done}: saving")
             run.save(done)
+        if not _validate(run, done):
+            return _leave(run, done)
     run.log.say(f"finished {run.config.steps} steps: {run.config.output}")
     return 0
+
+
+def _leave(run: Run, done: int) -> int:
+    """Save what `done` finished steps have made, and return the exit code."""
+    run.engine.reset()
+    run.log.say(f"asked to stop: saving the state after {done} steps")
+    run.save(done)
+    if run.rank == 0:
+        run.stop.clear()
+    return run.stop.exit_code
+
+
+def _validation_due(config: TrainConfig, held_out: HeldOut | None, done: int) -> bool:
+    """Whether the state after `done` finished steps is one to be validated, and has not been."""
+    every = config.validation.every
+    if held_out is None or not (config.validation.at_start if done == 0 else done % every == 0 or done == config.steps):
+        return False
+    return all(line["step"] != done or line.get("key") != held_out.key for line in read_validation(config.output))
+
+
+def _validate(run: Run, done: int) -> bool:
+    """Judge the weights on the held-out questions if it is time, and keep them if they are the best so far.
+
+    False when a stop was asked for meanwhile: the figures are given up, and measured after the resume.
+    """
+    config, held_out = run.config, run.held_out
+    due = [_validation_due(config, held_out, done)]
+    broadcast_object_list(due)
+    if held_out is None or not due[0]:
+        return True
+    watch = Stopwatch()
+    mine = held_out.examples[run.rank :: run.ranks]
+    engine = StoppableEngine(run.engine, run.stop)
+    sums: dict[Mode, dict[str, float]] = {}
+    try:
+        for mode in config.validation.modes:
+            run.log.phase(f"validation after step {done}: {len(held_out.examples)} questions, {mode}")
+            with run.trainer.autocast():
+                pairs = ask(mine, config, mode, engine, run.policy.codec, run.sandbox)
+                sums[mode] = validation_sums(pairs, run.scorer, config.rollout.sandbox_workers)
+    except StopRequested:
+        run.stop.announce()
+    run.engine.reset()
+    if run.stopping():
+        return False
+    watch.lap("validation")
+    totals = {mode: add_sums(gather_object([sums[mode]])) for mode in config.validation.modes}
+    line = validation_line(done, held_out, totals, run.trainer.weights, watch.seconds["validation"])
+    best = [beats_all(config.output, line)]
+    broadcast_object_list(best)
+    run.log.validation(line | {"best": best[0]}, spoken(line, config.validation.modes, held_out.name, best[0]))
+    if best[0]:
+        run.save(done)
+        if run.rank == 0:
+            publish_best(config.output, run.log.say)
+    return True
 
 
 def _one_step(run: Run, step: int) -> bool:

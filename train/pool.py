@@ -2,16 +2,20 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from shared.data.example import Example
+from shared.data.example import Example, Loaded
 from shared.errors import SetupError
 from shared.sql.structure import gold_length
 from train.config import DataConfig
 from train.curriculum import Floats, quantile_ranks
+
+# Where a run on generated questions keeps them, and those it validates on.
+TOY = "toy"
+TOY_HELD_OUT = "toy-held-out"
 
 
 @dataclass(frozen=True)
@@ -62,28 +66,37 @@ def select(examples: Sequence[Example], config: DataConfig) -> list[Example]:
     return kept[: config.limit] if config.limit else kept
 
 
-def load_pool(config: DataConfig, output: Path, seed: int) -> Pool:
-    """Load, select and rank the training questions that `config` describes; toy databases are made under `output`."""
-    return build_pool(select(_load(config, output, seed), config))
+def load_pool(config: DataConfig, output: Path, seed: int, report: Callable[[str], None] = lambda line: None) -> Pool:
+    """Load, select and rank the training questions that `config` describes; toy databases are made under `output`.
+
+    `report` gets a line with what was read and what was left out, by reason.
+    """
+    loaded = _load(config, output, seed)
+    examples = select(loaded.examples, config)
+    line = f"training pool: {loaded.summary()}"
+    if len(examples) < len(loaded.examples):
+        line += f"; {len(examples):,} left after data.difficulties, data.limit and questions without gold SQL"
+    report(line)
+    return build_pool(examples)
 
 
-def _load(config: DataConfig, output: Path, seed: int) -> Sequence[Example]:
+def _load(config: DataConfig, output: Path, seed: int) -> Loaded:
     # Imported where used: each benchmark brings its own dependencies.
     if config.benchmark == "toy":
         from shared.data.toy import toy_examples
 
-        return toy_examples("train", config.toy_databases, config.toy_questions, seed, output / "toy")
+        return Loaded(toy_examples("train", config.toy_databases, config.toy_questions, seed, output / TOY))
     if config.benchmark == "questions":
-        from shared.data.bird import load_questions
+        from shared.data.bird import read_questions
 
         assert config.questions is not None
         assert config.databases is not None
-        return load_questions(config.questions, config.databases)
-    from shared.data.sqale import load_sqale
+        return read_questions(config.questions, config.databases)
+    from shared.data.sqale import read_sqale
 
     assert config.queries is not None
     assert config.schemas is not None
-    return load_sqale(
+    return read_sqale(
         config.queries,
         config.schemas,
         split=config.split,

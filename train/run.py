@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 3 -m train.run --config configs/grpo_curriculum.yaml
 
 The run's folder is the config's `output`: metrics.jsonl (one line a step), episodes/ (sampled transcripts),
-checkpoint-step-N/ (model folder plus optimizer state) and config.yaml as resolved. Starting again with the same
-folder continues from the newest complete checkpoint. SIGTERM, SIGUSR1, Ctrl-C or a file named STOP in the
+checkpoint-step-N/ (model folder plus optimizer state) and config.yaml as resolved; with validation on, also
+validation.jsonl and `best`, which points to the checkpoint that did best on the held-out questions. Starting again with
+the same folder continues from the newest complete checkpoint. SIGTERM, SIGUSR1, Ctrl-C or a file named STOP in the
 folder end the run after saving the last finished step: exit code 75 (requeue), 130 after Ctrl-C.
 """
 
@@ -18,12 +19,12 @@ from shared.cli import run_main
 from shared.config import dump_config
 from shared.errors import SetupError
 from train.config import TrainConfig, load_train_config
-from train.pool import load_pool
+from train.pool import TOY, TOY_HELD_OUT, load_pool
 from train.stopping import LOCK, STOP_FILE, StopFlag
 
 CONFIG_COPY = "config.yaml"
 # What a run that was killed early may have left without a config.yaml.
-_OWN = {"toy", LOCK, STOP_FILE}
+_OWN = {TOY, TOY_HELD_OUT, LOCK, STOP_FILE}
 
 
 def check_output(output: Path) -> None:
@@ -44,9 +45,12 @@ def train(config: TrainConfig) -> int:
     load_codec(config.model.path, config.model.revision)
     from accelerate import PartialState
 
+    from train.validation import load_held_out
+
     # One process writes the toy databases, or fills the hub's cache; the others find them there.
     with PartialState(cpu=config.device == "cpu").main_process_first():
-        pool = load_pool(config.data, config.output, config.seed)
+        pool = load_pool(config.data, config.output, config.seed, _say)
+        held_out = load_held_out(config, pool.examples, _say)
     if config.rollout.questions > len(pool.examples):
         raise SetupError(
             f"the pool has {len(pool.examples)} questions, a step draws {config.rollout.questions}: "
@@ -56,7 +60,13 @@ def train(config: TrainConfig) -> int:
 
     stop = StopFlag(config.output)
     with stop.installed():
-        return run_training(config, pool, stop)
+        return run_training(config, pool, stop, held_out=held_out)
+
+
+def _say(line: str) -> None:
+    """A line on the terminal, from the first of several ranks alone."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(line, file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,8 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted config keys, e.g. optimizer.lr=1e-5")
     arguments = parser.parse_args(argv)
     config = load_train_config(arguments.config, arguments.overrides)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(dump_config(config), file=sys.stderr)
+    _say(dump_config(config))
     return train(config)
 
 

@@ -11,6 +11,7 @@ from shared.errors import SetupError
 from train.checkpoint import STATE, apply_retention, write_checkpoint
 from train.config import TrainConfig
 from train.model import Policy, save_policy
+from train.selection import best_line
 from train.trainer import Trainer
 from train.weight_sync import fingerprint
 
@@ -77,5 +78,7 @@ def save_run(config: TrainConfig, step: int, trainer: Trainer, policy: Policy, p
         if isinstance(value, torch.Tensor)
     )
     folder = write_checkpoint(config.output, step, write, bytes_needed=parameters + moments + _SLACK)
-    apply_retention(config.output, config.checkpoint.keep, config.checkpoint.keep_steps)
+    best = best_line(config.output)
+    protected = (*config.checkpoint.keep_steps, *([best["step"]] if best else []))
+    apply_retention(config.output, config.checkpoint.keep, protected)
     return folder

@@ -34,6 +34,9 @@ def test_every_config_holds_the_numbers_of_the_table(path: Path) -> None:
     assert (config.loss.kl.mode, config.loss.kl.target) == ("adaptive", 0.005)
     assert (config.reward.exact, config.reward.partial, config.reward.partial_over) == (3.0, 0.9, "rows")
     assert (config.reward.join_bonus, config.reward.majority_bonus) == (0.1, 0.1)
+    assert (config.validation.every, config.validation.name) == (50, "BIRD dev")
+    assert config.validation.modes == ("withheld", "full")
+    assert (config.validation.temperature, config.validation.top_p, config.validation.top_k) == (0.6, 0.95, 20)
     assert (config.reward.gate_bonuses, config.reward.group_filter) == (False, "reward")
     if path.stem in ("grpo_sqale", "grpo_synsql"):
         assert config.data.difficulties == ("simple", "moderate")
@@ -112,6 +115,10 @@ REFUSED = [
     ("rollout.temperature=0.7", "temperature"),
     ("rollout.max_new_tokens=30000", "max_new_tokens"),
     ("reward.partial=2.95", "exact"),
+    ("validation.every=50", "validation.questions"),
+    ("validation.modes=[full, full]", "validation.modes"),
+    ("validation.modes=[]", "validation.modes"),
+    ("validation.modes=[both]", "validation.modes"),
 ]
 
 
@@ -139,6 +146,14 @@ def test_missing_data_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(SetupError, match=r"data\.questions.*no\.json does not exist"):
         load_train_config(path)
+
+
+def test_a_missing_validation_set_is_named_and_only_asked_for_when_used(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"{MINIMAL}validation: {{every: 5, questions: {tmp_path}/dev.json, databases: {tmp_path}}}\n")
+    with pytest.raises(SetupError, match=r"validation\.questions.*dev\.json does not exist"):
+        load_train_config(path)
+    assert load_train_config(path, ["validation.every=0"]).validation.every == 0
 
 
 def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
