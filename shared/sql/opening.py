@@ -2,12 +2,9 @@
 
 import os
 import sqlite3
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shared.sql import limits, payload
@@ -35,15 +32,15 @@ class NeedPayload(Exception):
     """The parent must send the payload's texts first."""
 
 
-@dataclass
 class Opened:
     """One connection with its guard. `identity` is what the file was when it was opened."""
 
-    connection: sqlite3.Connection
-    guard: Guard
-    identity: tuple[Any, ...]
-    lenient_text: bool = False
-    length: int = 0
+    def __init__(self, connection: sqlite3.Connection, guard: Guard, identity: tuple[Any, ...]) -> None:
+        self.connection = connection
+        self.guard = guard
+        self.identity = identity
+        self.lenient_text = False
+        self.length = 0
 
     def allow_length(self, length: int) -> None:
         """Bound a string, a BLOB and a row to `length` bytes."""
@@ -64,12 +61,6 @@ class Opened:
         self.lenient_text = True
 
 
-@dataclass
-class _Image:
-    data: bytes
-    notes: list[str] = field(default_factory=list)
-
-
 class Databases:
     """The databases that this worker has open: at most one idle connection each, least recently used first."""
 
@@ -77,7 +68,7 @@ class Databases:
         self._progress = progress
         self._steps = progress_steps
         self._idle: OrderedDict[str, Opened] = OrderedDict()
-        self._images: OrderedDict[str, _Image] = OrderedDict()
+        self._images: OrderedDict[str, bytes] = OrderedDict()
 
     @contextmanager
     def connection(self, key: str, path: str | None, uri: str | None) -> Iterator[Opened]:
@@ -110,21 +101,21 @@ class Databases:
     def build(self, key: str, full_schema: str, schema_content: str, expired: Callable[[], bool]) -> list[str]:
         """Build a payload's database, keep its image, and return the notes on what was skipped."""
         data, notes = payload.build(full_schema, schema_content, expired)
-        self._keep_image(key, _Image(data, notes))
+        self._keep_image(key, data)
         return notes
 
     def held_bytes(self) -> int:
         """Memory that the built databases may take: an image, the open copy of it, and one being made."""
-        sizes = [len(image.data) for image in self._images.values()]
+        sizes = [len(image) for image in self._images.values()]
         return 2 * sum(sizes) + max(sizes, default=0)
 
-    def _keep_image(self, key: str, image: _Image) -> None:
+    def _keep_image(self, key: str, image: bytes) -> None:
         self._images[key] = image
         self._images.move_to_end(key)
-        total = sum(len(kept.data) for kept in self._images.values())
+        total = sum(len(kept) for kept in self._images.values())
         while total > _MAX_IMAGE_BYTES and len(self._images) > 1:
             old_key, old = self._images.popitem(last=False)
-            total -= len(old.data)
+            total -= len(old)
             if (opened := self._idle.pop(old_key, None)) is not None:
                 opened.connection.close()
 
@@ -148,7 +139,7 @@ class Databases:
             if image is None:
                 raise NeedPayload
             self._images.move_to_end(key)
-            return self._from_image(image.data, identity)
+            return self._from_image(image, identity)
         header = _read_header(path)
         if not header.startswith(_MAGIC):
             raise CannotOpen("the file is not a SQLite database")
@@ -166,10 +157,10 @@ class Databases:
         index beside it, so a private copy of both files is read instead. The first and the third are
         re-made for each call: `identity` never equals itself again.
         """
-        log, once = Path(f"{path}-wal"), (*identity, object())
-        if not log.exists() or log.stat().st_size == 0:
+        once = (*identity, object())
+        if _size(f"{path}-wal") == 0:
             return self._prepare(_connect(f"{uri}?mode=ro&immutable=1"), once)
-        if Path(f"{path}-shm").exists():
+        if os.path.exists(f"{path}-shm"):
             limits.allow_file_writes(True)  # SQLite may have to grow the index file, which is shared memory
             return self._prepare(_connect(f"{uri}?mode=ro"), once)
         return self._from_image(_snapshot(path), once)
@@ -219,6 +210,13 @@ def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
             connection.execute('SELECT 1 FROM "{}" LIMIT 0'.format(name.replace('"', '""'))).close()
 
 
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _read_header(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
@@ -231,8 +229,10 @@ def _read_header(path: str) -> bytes:
 
 def _snapshot(path: str) -> bytes:
     """The image of a database whose committed rows are partly in its -wal, read from a private copy."""
+    import tempfile  # rarely needed, and a quarter of a worker's start
+
     names = [path, f"{path}-wal"]
-    if sum(os.stat(name).st_size for name in names) > _MAX_SNAPSHOT_BYTES:
+    if sum(map(_size, names)) > _MAX_SNAPSHOT_BYTES:
         raise CannotOpen("it has a write-ahead log that was never checkpointed; run PRAGMA wal_checkpoint on it once")
     limits.allow_file_writes(True)
     try:
