@@ -1,105 +1,47 @@
-"""Compare two finished runs on the same questions: `python -m eval.compare A B [--json]`.
+"""Compare finished runs on the same questions: `python -m eval.compare A B [C …] [--json]`.
 
 Everything is paired on the question and reads "from A to B": b counts the questions only A got right, c
 those only B got right, delta = score(B) - score(A). p is McNemar's exact two-sided test; the interval is
 a paired bootstrap over questions (or over whole databases with --cluster database). Questions that
-either run excluded (gold failed, harness fault) are excluded from both and counted.
+either run excluded (gold failed, harness fault) are excluded from both and counted. With more than two runs
+all pairs are compared, and p is adjusted for their number (Holm).
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.records import EPISODES, SUMMARY, Key, episode_key, read_episodes, read_json
+from eval.compare_text import render, render_matrix, verdict, verdict_name
+from eval.pairing import METRICS, Pair, Run, check_comparable, load_run, pair_up, same_model
 from eval.stats import (
-    ALPHA,
     holm,
     mcnemar_exact,
     minimum_detectable_effect,
     paired_bootstrap,
     smallest_significant_delta,
 )
+from eval.voting import flip_rate
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
 
-METRICS = ("official", "strict")
-_SHOWN_DIFFERENCES = ("mode", "prompt_sha256", "seed", "sampling", "budgets", "limits", "engine", "versions")
+__all__ = ["Pair", "Run", "compare", "compare_all", "compare_pairs", "load_run", "pair_up", "render", "verdict"]
 
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run as comparison needs it. Episodes by (question_id, sample)."""
-
-    folder: Path
-    summary: dict[str, Any]
-    episodes: dict[Key, dict[str, Any]]
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What the run is."""
-        identity: Mapping[str, Any] = self.summary["identity"]
-        return identity
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One question of both runs: mean score over its samples in each, its stratum labels."""
-
-    question_id: str
-    db_id: str
-    difficulty: str
-    a: float
-    b: float
-
-
-def load_run(folder: Path) -> Run:
-    """Read a run folder. SetupError when it is no finished run."""
-    if not folder.is_dir():
-        raise SetupError(f"run {folder} does not exist: give the --out folder of a finished eval.run")
-    if not (folder / SUMMARY).is_file() and (folder / EPISODES).is_file():
-        raise SetupError(f"run {folder} is not finished: run its eval.run command again to resume it")
-    summary = read_json(folder / SUMMARY)
-    return Run(folder, summary, {episode_key(record): record for record in read_episodes(folder / EPISODES)})
-
-
-def check_comparable(a: Run, b: Run) -> None:
-    """SetupError unless both runs answered the same questions over the same data under the same rules."""
-    if a.episodes.keys() != b.episodes.keys():
-        only_a, only_b = sorted(a.episodes.keys() - b.episodes.keys()), sorted(b.episodes.keys() - a.episodes.keys())
-        example = (only_a or only_b)[0][0]
-        raise SetupError(
-            f"the runs answered different questions ({len(only_a)} only in {a.folder}, "
-            f"{len(only_b)} only in {b.folder}, {example} for one): evaluate both on the same set"
-        )
-    if a.identity["data_sha256"] != b.identity["data_sha256"]:
-        raise SetupError(
-            f"the runs saw different data (hash {a.identity['data_sha256'][:12]} in {a.folder}, "
-            f"{b.identity['data_sha256'][:12]} in {b.folder}): questions or databases changed, evaluate both again"
-        )
-    if a.summary["rules"] != b.summary["rules"]:
-        raise SetupError(f"the runs were scored by different rules: {a.summary['rules']} and {b.summary['rules']}")
-
-
-def pair_up(a: Run, b: Run, metric: str) -> tuple[list[Pair], int]:
-    """The questions that both runs scored, in A's order, and how many were left out."""
-    usable: dict[str, list[Key]] = {}
-    questions = {key[0] for key in a.episodes}
-    for key, record in a.episodes.items():
-        if record["status"] == b.episodes[key]["status"] == "scored":
-            if record["scores"][metric] is None:
-                raise SetupError(f"these runs have no {metric} score: compare them by official")
-            usable.setdefault(key[0], []).append(key)
-
-    def mean(run: Run, keys: Sequence[Key]) -> float:
-        return sum(float(run.episodes[key]["scores"][metric]["score"]) for key in keys) / len(keys)
-
-    pairs = []
-    for question_id, keys in usable.items():
-        record = a.episodes[keys[0]]
-        pairs.append(Pair(question_id, record["db_id"], record["difficulty"], mean(a, keys), mean(b, keys)))
-    return pairs, len(questions) - len(pairs)
+STRATA = ("difficulty", "database")
+_SHOWN_DIFFERENCES = (
+    "mode",
+    "samples",
+    "prompt_sha256",
+    "seed",
+    "sampling",
+    "budgets",
+    "tool_limits",
+    "limits",
+    "engine",
+    "engine_settings",
+    "exclusion_rule",
+    "versions",
+)
 
 
 def compare_pairs(pairs: Sequence[Pair], *, cluster: bool = False, seed: int = 0) -> dict[str, Any]:
@@ -138,108 +80,134 @@ def compare_pairs(pairs: Sequence[Pair], *, cluster: bool = False, seed: int = 0
 
 
 def compare(
-    a: Run, b: Run, *, metric: str = "official", cluster: bool = False, seed: int = 0, by_difficulty: bool = False
+    a: Run,
+    b: Run,
+    *,
+    metric: str = "official",
+    cluster: bool = False,
+    seed: int = 0,
+    by_difficulty: bool = False,
+    by_database: bool = False,
+    voting: bool = False,
+    noise: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The comparison of two runs, with a verdict in words. SetupError when they cannot be compared."""
+    """The comparison of two runs, with a verdict in words. SetupError when they cannot be compared.
+
+    The difference is held against `noise`, a `noise_floor`; by default that of these two runs.
+    """
     check_comparable(a, b)
-    pairs, excluded = pair_up(a, b, metric)
+    pairs, excluded = pair_up(a, b, metric, voting=voting)
     result: dict[str, Any] = compare_pairs(pairs, cluster=cluster, seed=seed)
     result |= {
         "metric": metric,
         "rule": a.summary["rules"][metric],
+        "voting": voting,
+        "samples": [a.samples, b.samples],
         "excluded": excluded,
         "run_a": str(a.folder),
         "run_b": str(b.folder),
+        "same_model": same_model(a, b),
+        "noise": noise or noise_floor([a, b], metric, voting=voting),
         "differs": [key for key in _SHOWN_DIFFERENCES if a.identity.get(key) != b.identity.get(key)],
     }
     if by_difficulty:
-        groups = {label: [p for p in pairs if p.difficulty == label] for label in sorted({p.difficulty for p in pairs})}
-        strata = {
-            label or "(none)": compare_pairs(group, cluster=cluster, seed=seed) for label, group in groups.items()
-        }
-        for stratum, adjusted in zip(strata.values(), holm([s["p"] for s in strata.values()]), strict=True):
-            stratum["p_holm"] = adjusted
-        result["by_difficulty"] = strata
-    result["verdict"] = verdict(result)
+        result["by_difficulty"] = _strata(pairs, lambda pair: pair.difficulty, cluster, seed)
+    if by_database:
+        # One database is one cluster: drawing clusters would leave nothing to draw.
+        result["by_database"] = _strata(pairs, lambda pair: pair.db_id, False, seed)
+    result["verdict_name"], result["verdict"] = verdict_name(result), verdict(result)
     return result
 
 
-def verdict(result: Mapping[str, Any]) -> str:
-    """What the figures allow one to say, in a sentence or two."""
-    n, p, points = result["n"], result["p"], 100 * result["delta"]
-    low, high = (100 * bound for bound in result["ci"])
-    interval = f"95% CI {low:+.1f} to {high:+.1f} points, p = {_p(p)}, n = {n}"
-    if result["b"] + result["c"] == 0:
-        return f"No question was answered differently: A and B score the same on all {n}."
-    if p < ALPHA:
-        better = "B is better than A" if points > 0 else "A is better than B"
-        if low <= 0 <= high:
-            return f"{better} by {abs(points):.1f} points by the test, but the interval includes 0 ({interval})."
-        return f"{better} by {abs(points):.1f} points ({interval})."
-    text = f"No difference shown: B - A is {points:+.1f} points ({interval})."
-    detectable = result["minimum_detectable_effect"]
-    if detectable is None:
-        return f"{text} With so few questions answered differently, no difference could have been shown."
-    return f"{text} A true difference below {100 * detectable:.1f} points would usually stay unseen at this n."
+def _strata(pairs: Sequence[Pair], label: Callable[[Pair], str], cluster: bool, seed: int) -> dict[str, dict[str, Any]]:
+    """The figures of each stratum, which are a family."""
+    groups: dict[str, list[Pair]] = {}
+    for pair in sorted(pairs, key=label):
+        groups.setdefault(label(pair) or "(none)", []).append(pair)
+    strata = {key: compare_pairs(group, cluster=cluster, seed=seed) for key, group in groups.items()}
+    _adjust(list(strata.values()))
+    return strata
 
 
-def _p(p: float) -> str:
-    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}"
+def _adjust(family: Sequence[dict[str, Any]]) -> None:
+    """Add Holm's adjusted p to each member of a family of comparisons."""
+    for member, adjusted in zip(family, holm([member["p"] for member in family]), strict=True):
+        member["p_holm"] = adjusted
 
 
-def render(result: Mapping[str, Any]) -> str:
-    """The comparison as text for a terminal."""
-    lines = [
-        f"A  {result['run_a']}",
-        f"B  {result['run_b']}",
-        "",
-        f"{'':16}{'n':>6}{'A':>9}{'B':>9}{'B - A':>9}  {'95% CI':>18}{'only A':>8}{'only B':>8}{'p':>10}",
-        _row(result["metric"], result),
-    ]
-    for label, stratum in result.get("by_difficulty", {}).items():
-        lines.append(f"{_row(label, stratum)}  (Holm {_p(stratum['p_holm'])})")
-    unit = result["bootstrap"]["unit"]
-    lines += ["", result["verdict"]]
-    if result["minimum_detectable_effect"] is not None:
-        lines.append(
-            f"Detectable at this n with 80% power: {100 * result['minimum_detectable_effect']:.1f} points; "
-            f"{100 * result['flip_rate']:.1f}% of the questions flipped. Bootstrap over each {unit}."
-        )
-    if result["excluded"]:
-        lines.append(f"{result['excluded']} questions without a verdict in one of the runs are left out of both.")
-    if result["differs"]:
-        lines.append(f"Besides the model, the runs differ in: {', '.join(result['differs'])}.")
-    return "\n".join(lines)
+def noise_floor(runs: Sequence[Run], metric: str = "official", *, voting: bool = False) -> dict[str, Any] | None:
+    """How many questions flip when nothing but the seed changes: the most that these runs show, and where. None when
+    no run has several samples and no two are of one model. Samples say nothing about votes."""
+    found: list[tuple[float, str]] = []
+    for run in runs:
+        rate = None if voting else flip_rate(list(run.episodes.values()), metric)
+        if rate is not None:
+            found.append((rate, f"the samples of {run.folder}"))
+    for i, one in enumerate(runs):
+        for other in runs[i + 1 :]:
+            if same_model(one, other):
+                check_comparable(one, other)
+                pairs, _ = pair_up(one, other, metric, voting=voting)
+                rate = sum(pair.a != pair.b for pair in pairs) / len(pairs) if pairs else 0.0
+                found.append((rate, f"{one.folder} against {other.folder}"))
+    return None if not found else dict(zip(("flip_rate", "seen_in"), max(found), strict=True))
 
 
-def _row(label: str, figures: Mapping[str, Any]) -> str:
-    interval = f"[{figures['ci'][0]:+.4f}, {figures['ci'][1]:+.4f}]"
-    return (
-        f"{label:<16}{figures['n']:>6}{figures['score_a']:>9.4f}{figures['score_b']:>9.4f}{figures['delta']:>+9.4f}"
-        f"  {interval:>18}{figures['b']:>8}{figures['c']:>8}{_p(figures['p']):>10}"
-    )
+def compare_all(runs: Sequence[Run], **options: Any) -> dict[str, Any]:
+    """Every pair of the runs, A number `i` and B number `j` of them; `options` are those of `compare`.
+
+    SetupError when any two cannot be compared. The pairs are one family: each gets Holm's `p_holm`, and its verdict goes by that. So are all strata of all pairs.
+    """
+    if options.get("noise") is None:
+        options["noise"] = noise_floor(runs, options.get("metric", "official"), voting=options.get("voting", False))
+    pairs = []
+    for i, a in enumerate(runs):
+        for j, b in enumerate(runs[i + 1 :], i + 1):
+            pairs.append({"i": i, "j": j, **compare(a, b, **options)})
+    _adjust(pairs)
+    for stratum in ("by_difficulty", "by_database"):
+        _adjust([figures for pair in pairs for figures in pair.get(stratum, {}).values()])
+    for pair in pairs:
+        pair["verdict_name"], pair["verdict"] = verdict_name(pair), verdict(pair)
+    return {
+        "runs": [str(run.folder) for run in runs],
+        "metric": pairs[0]["metric"],
+        "rule": pairs[0]["rule"],
+        "family": len(pairs),
+        "noise": pairs[0]["noise"],
+        "pairs": pairs,
+    }
 
 
 def main() -> int:
     """The command line."""
-    parser = ArgumentParser(prog="python -m eval.compare", description="Compare two finished runs.")
-    parser.add_argument("a", type=Path, help="output folder of run A (say, before)")
-    parser.add_argument("b", type=Path, help="output folder of run B (say, after)")
+    parser = ArgumentParser(prog="python -m eval.compare", description="Compare finished runs, paired by question.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of eval.run, two or more")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     parser.add_argument("--metric", choices=METRICS, default="official", help="which verdict is compared")
+    parser.add_argument("--vote", action="store_true", help="compare the votes of runs with several samples")
     parser.add_argument("--cluster", choices=("database",), help="draw whole databases in the bootstrap")
-    parser.add_argument("--by", choices=("difficulty",), help="compare each stratum too, Holm-adjusted")
+    parser.add_argument("--by", choices=STRATA, action="append", help="compare each stratum too (repeatable)")
+    parser.add_argument("--noise", type=Path, action="append", metavar="RUN", help="a second run of one of the models")
     parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap (default 0)")
     arguments = parser.parse_args()
-    result = compare(
-        load_run(arguments.a),
-        load_run(arguments.b),
-        metric=arguments.metric,
-        cluster=arguments.cluster is not None,
-        seed=arguments.seed,
-        by_difficulty=arguments.by is not None,
-    )
-    print(json.dumps(result, indent=2) if arguments.json else render(result))
+    if len(arguments.runs) < 2:
+        raise SetupError("a comparison takes two runs or more: name the output folders of eval.run")
+    runs = [load_run(folder) for folder in arguments.runs]
+    strata = arguments.by or []
+    others = [load_run(folder) for folder in arguments.noise or []]
+    options: dict[str, Any] = {
+        "metric": arguments.metric,
+        "cluster": arguments.cluster is not None,
+        "seed": arguments.seed,
+        "by_difficulty": "difficulty" in strata,
+        "by_database": "database" in strata,
+        "voting": arguments.vote,
+        "noise": noise_floor([*runs, *others], arguments.metric, voting=arguments.vote),
+    }
+    result = compare(runs[0], runs[1], **options) if len(runs) == 2 else compare_all(runs, **options)
+    text = render(result) if len(runs) == 2 else render_matrix(result)
+    print(json.dumps(result, indent=2) if arguments.json else text)
     return 0
 
 

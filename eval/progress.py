@@ -123,14 +123,14 @@ def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
     console.print("  ".join(f"{key.removesuffix('_rate')} {_figure(summary[key])}" for key in rates))
     console.print("  ".join(f"{key.replace('_', ' ')} {_figure(summary[key], 1)}" for key in means))
     for line in [*_sample_lines(summary["samples"]), *_gold_lines(summary["gold"])]:
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     if summary["excluded"]:
         console.print(f"{len(summary['excluded'])} of {summary['n_episodes']} episodes have no verdict:")
         for item in summary["excluded"][:_LISTED]:
-            console.print(f"  {item['question_id']}  {item['status']}  {item['reason']}", markup=False)
+            console.print(f"  {item['question_id']}  {item['status']}  {item['reason']}", markup=False, soft_wrap=True)
         if len(summary["excluded"]) > _LISTED:
             console.print(f"  … and {len(summary['excluded']) - _LISTED} more, in summary.json")
-    console.print(f"written to {folder}", markup=False)
+    console.print(f"written to {folder}", markup=False, soft_wrap=True)
 
 
 def _score_row(label: str, n: int, scores: Mapping[str, Any], ci: Sequence[float] | None) -> list[str]:
