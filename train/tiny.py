@@ -134,7 +134,7 @@ def initialise(model: nn.Module) -> None:
     transformers' defaults suit big models. Here, in every layer: output projections of the residual branches x 0.05, so
     that the token's own embedding is not drowned. And in gated-delta layers:
 
-    - the memory forgets slowly (decay of 0.2% to 2% a token; by default half of it is gone after a token or two);
+    - the memory forgets slowly (decay of 0.2% to 2% a token; by default most of it is gone after one);
     - the convolution passes queries and values of the current token, but keys of the one before;
     - queries and keys start with the same projection, and the output projection is 0.3 x the values' transposed.
 

@@ -33,11 +33,11 @@ TEXT_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respons
 
 _SQL = (
     *("SELECT ", " FROM ", " WHERE ", " = ", " ORDER BY ", " DESC LIMIT 1", " GROUP BY ", ", ", ", SUM("),
-    *("SELECT T1.", ", T2.", " AS T1 JOIN ", " AS T2 ON T1.", " = T2.id", " WHERE T2."),
+    *("SELECT T1.", ", T2.", " AS T1 JOIN ", " AS T2 ON T1.", "_id = T2.id", " WHERE T2."),
     *("SELECT COUNT(*) FROM ", "SELECT MAX(", "SELECT MIN(", "SELECT SUM(", "SELECT AVG(", ")", ") FROM "),
 )
 _RESULTS = (
-    *("CREATE TABLE ", " (id INTEGER PRIMARY KEY, ", " INTEGER, ", " INTEGER)", " INTEGER REFERENCES ", "(id))"),
+    *("CREATE TABLE ", " (id INTEGER PRIMARY KEY, ", " INTEGER, ", " INTEGER)", "_id INTEGER REFERENCES ", "(id))"),
     *("Error: no such table: ", "Error: no such column: ", "; did you mean ", "?"),
 )
 _ROLES = ("\n", "\n\n", "system\n", "user\n", "assistant\n")

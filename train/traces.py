@@ -8,7 +8,7 @@ The oracle knows the database, but acts in one of four ways, drawn for each trac
 - bold: tries such a query first, then goes on as careful or hasty.
 
 A share of the answers is a query of another kind than was asked. So a model that imitates the traces well is right in
-about a third of its episodes; which of the four ways pays, and which query, is left for GRPO to find out.
+a quarter of its episodes; which of the four ways pays, and which query, is left for GRPO to find out.
 
 Every trace goes through `shared.episode`, with real tools: its tokens are those that a rollout would have.
 """
@@ -49,9 +49,9 @@ class TraceMix(StrictModel):
     the columns and then run their query before they submit it.
     """
 
-    careful: Share = 0.30
-    hasty: Share = 0.30
-    blind: Share = 0.25
+    careful: Share = 0.25
+    hasty: Share = 0.4
+    blind: Share = 0.2
     bold: Share = 0.15
     wrong: Share = 0.2
     check: Share = 0.0

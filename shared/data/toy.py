@@ -46,7 +46,7 @@ class Kind:
     """A kind of question: its wording, its query, how hard it is called.
 
     `{t}`, `{a}`, `{b}` stand for a table and two of its columns, `{v}` for a value of `a`. A joining kind has
-    `{p}`, the table that `t` refers to, `{l}`, the column that does, `{c}`, a column of `p`; `{v}` is a value of `c`.
+    `{p}`, the table that `{p}_id` of `t` refers to, and `{c}`, a column of `p`; `{v}` is a value of `c` then.
     """
 
     question: str
@@ -76,12 +76,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "join": Kind(
             "List the {a} of every {t} and the {c} of its {p}.",
-            "SELECT T1.{a}, T2.{c} FROM {t} AS T1 JOIN {p} AS T2 ON T1.{l} = T2.id",
+            "SELECT T1.{a}, T2.{c} FROM {t} AS T1 JOIN {p} AS T2 ON T1.{p}_id = T2.id",
             "hard",
         ),
         "join_where": Kind(
             "List the {a} of every {t} whose {p} has {c} {v}.",
-            "SELECT T1.{a} FROM {t} AS T1 JOIN {p} AS T2 ON T1.{l} = T2.id WHERE T2.{c} = {v}",
+            "SELECT T1.{a} FROM {t} AS T1 JOIN {p} AS T2 ON T1.{p}_id = T2.id WHERE T2.{c} = {v}",
             "hard",
         ),
     }
@@ -94,7 +94,7 @@ class ToyTable:
     """A table by its bare names; rows leave the id out.
 
     `groups` is the one column whose values repeat. With a `parent`, the last value of a row is the id of a row of that
-    table, in a column that has the parent's name.
+    table.
     """
 
     name: str
@@ -122,8 +122,8 @@ class ToyDatabase:
         """The CREATE TABLE statement, on one line."""
         columns = [f"{column}{self.column_suffix} INTEGER" for column in table.columns]
         if table.parent is not None:
-            target = f"{table.parent}{self.table_suffix}(id)"
-            columns.append(f"{table.parent}{self.column_suffix} INTEGER REFERENCES {target}")
+            target = table.parent + self.table_suffix
+            columns.append(f"{target}_id INTEGER REFERENCES {target}(id)")
         return f"CREATE TABLE {table.name}{self.table_suffix} (id INTEGER PRIMARY KEY, {', '.join(columns)})"
 
     def fill(self, connection: sqlite3.Connection) -> None:
@@ -162,11 +162,9 @@ class ToyQuestion:
 
     def sql(self, table_suffix: str, column_suffix: str, kind: str | None = None) -> str:
         """The query with other suffixes, or of another kind: what an agent writes that guesses or errs."""
-        parent = self.table.parent or ""
         return KINDS[kind or self.kind].sql.format(
             t=self.table.name + table_suffix,
-            p=parent + table_suffix,
-            l=parent + column_suffix,
+            p=(self.table.parent or "") + table_suffix,
             a=self.a + column_suffix,
             b=self.b + column_suffix,
             c=self.c + column_suffix,
