@@ -156,7 +156,8 @@ def noise_floor(runs: Sequence[Run], metric: str = "official", *, voting: bool =
 def compare_all(runs: Sequence[Run], **options: Any) -> dict[str, Any]:
     """Every pair of the runs, A number `i` and B number `j` of them; `options` are those of `compare`.
 
-    SetupError when any two cannot be compared. The pairs are one family: each gets Holm's `p_holm`, and its verdict goes by that. So are all strata of all pairs.
+    SetupError when any two cannot be compared. The pairs are one family: each gets Holm's `p_holm`, and its verdict
+    goes by that. So are all strata of all pairs.
     """
     if options.get("noise") is None:
         options["noise"] = noise_floor(runs, options.get("metric", "official"), voting=options.get("voting", False))
