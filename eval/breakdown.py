@@ -51,14 +51,14 @@ def wilson(successes: int, n: int, level: float = LEVEL) -> tuple[float, float]:
 def accuracy(label: str, records: Sequence[Record]) -> Accuracy | None:
     """The scores of a group; None when none of it is scored.
 
-    Wilson's interval where every question was asked once; with several samples a question, a bootstrap over questions.
+    Wilson's interval where each question scores 0 or 1 (with one sample it does); else a bootstrap over questions.
     """
     scored = [record for record in records if record["status"] == "scored"]
     if not scored:
         return None
     official = _question_means(scored, "official")
     assert official is not None  # every benchmark has an official rule
-    if len(scored) == len(official) and set(official) <= {0.0, 1.0}:
+    if set(official) <= {0.0, 1.0}:
         low, high = wilson(round(sum(official)), len(official))
     else:
         interval = paired_bootstrap(official, level=LEVEL)
