@@ -1,6 +1,7 @@
 """Train with GRPO.
 
     python -m train.run --config configs/grpo_curriculum.yaml [key=value …]
+    python -m train.run --config configs/grpo_curriculum.yaml --dry-run --ranks 3
     torchrun --nproc-per-node 3 -m train.run --config configs/grpo_curriculum.yaml
 
 The run's folder is the config's `output`: metrics.jsonl (one line a step), episodes/ (sampled transcripts),
@@ -63,6 +64,13 @@ def train(config: TrainConfig) -> int:
         return run_training(config, pool, stop, held_out=held_out)
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _say(line: str) -> None:
     """A line on the terminal, from the first of several ranks alone."""
     if int(os.environ.get("RANK", "0")) == 0:
@@ -74,9 +82,22 @@ def main(argv: list[str] | None = None) -> int:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m train.run", description=summary)
     parser.add_argument("--config", type=Path, required=True, help="a YAML file; see configs/")
+    parser.add_argument("--dry-run", action="store_true", help="print config, pool, memory and time plan, and leave")
+    plan = parser.add_argument_group("what a dry run assumes")
+    plan.add_argument("--ranks", type=_positive, default=int(os.environ.get("WORLD_SIZE", "1")), help="default 1")
+    plan.add_argument("--mean-tokens", type=_positive, default=0, help="of an episode; default a quarter of its budget")
+    plan.add_argument("--tflops", type=_positive, default=150, help="matrix rate that a rank reaches, default 150")
+    plan.add_argument("--decode-rate", type=_positive, default=1500, help="tokens/s that a rank samples, default 1500")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted config keys, e.g. optimizer.lr=1e-5")
     arguments = parser.parse_args(argv)
     config = load_train_config(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        from train.plan import Assumptions, dry_run
+
+        return dry_run(
+            config,
+            Assumptions(arguments.ranks, arguments.mean_tokens, arguments.tflops, arguments.decode_rate),
+        )
     _say(dump_config(config))
     return train(config)
 

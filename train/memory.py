@@ -1,0 +1,153 @@
+"""What a run will need of each rank's memory: sizes from the model's config alone, nothing is loaded.
+
+Weights, gradients, optimizer and caches are exact; activations are an estimate from the layers' widths, to within
+about a third. All are bytes on one rank's device.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from train.config import TrainConfig
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's size: parameter counts, and the widths (values a token) that caches and activations follow from.
+
+    `matrices` counts the two-dimensional weights inside the layers (what Muon takes). `layer_widths` has for each
+    layer the values that its forward pass keeps a token; `cache_width` the keys and values of all attention layers;
+    `state_values` the recurrent and convolution states of all linear layers, an episode.
+    """
+
+    parameters: int
+    matrices: int
+    hidden: int
+    vocabulary: int
+    layer_widths: tuple[int, ...]
+    cache_width: int
+    state_values: int
+
+
+def model_shape(config: Any) -> Shape:
+    """The shape of a transformers config's language model; built on the meta device, which takes no memory."""
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text)
+    embedding = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embedding.add(id(model.get_output_embeddings().weight))
+    parameters = list(model.parameters())
+    hidden, intermediate = int(text.hidden_size), int(text.intermediate_size)
+    heads, kv_heads = int(text.num_attention_heads), int(text.num_key_value_heads)
+    head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
+    layers = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
+    # Two norms, two residual sums, and the gate, up, activated and multiplied values of the MLP.
+    common = 4 * hidden + 4 * intermediate
+    attention = (4 * heads + 3 * kv_heads) * head_dim
+    linear, states = 0, 0
+    if "linear_attention" in layers:
+        keys = int(text.linear_num_key_heads * text.linear_key_head_dim)
+        values = int(text.linear_num_value_heads * text.linear_value_head_dim)
+        # The projections before and after the convolution, gate and output; the recurrence works on float32 copies.
+        linear = 2 * (2 * keys + values) + 3 * values + 2 * (2 * keys + 2 * values)
+        states = int(
+            values * text.linear_key_head_dim + (2 * keys + values) * getattr(text, "linear_conv_kernel_dim", 4)
+        )
+    n_linear = layers.count("linear_attention")
+    return Shape(
+        parameters=sum(p.numel() for p in parameters),
+        matrices=sum(p.numel() for p in parameters if p.ndim == 2 and id(p) not in embedding),
+        hidden=hidden,
+        vocabulary=int(text.vocab_size),
+        layer_widths=tuple(common + (linear if kind == "linear_attention" else attention) for kind in layers),
+        cache_width=(len(layers) - n_linear) * 2 * kv_heads * head_dim,
+        state_values=n_linear * states,
+    )
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the plan: bytes on a rank's device, how they come about, and the phases that hold them."""
+
+    name: str
+    size: int
+    note: str
+    update: bool = True
+    rollout: bool = True
+
+
+def memory_plan(config: TrainConfig, shape: Shape, ranks: int) -> list[Item]:
+    """What each rank holds with this config; `update` and `rollout` say in which phases."""
+    master = _BYTES[config.model.dtype]
+    compute = 2 if config.model.autocast == "bfloat16" else master
+    n = shape.parameters
+    items = [
+        Item("weights", n * master, f"{n:,} parameters in {config.model.dtype}"),
+        Item("gradients", n * master, "one a parameter", rollout=False),
+        _optimizer(config, shape, master),
+    ]
+    if config.loss.kl.mode != "off":
+        items.append(Item("reference", n * master, "the frozen start"))
+    if compute < master:
+        items.append(Item("autocast copies", n * compute, "weights in bfloat16 while a forward pass runs"))
+    tokens = max(config.loss.micro_batch_tokens, config.rollout.max_tokens)
+    items.append(_activations(config, shape, tokens, master, compute))
+    chunk = config.loss.logprob_chunk
+    logits = 2 * chunk * shape.vocabulary * 4 + chunk * shape.vocabulary * compute
+    # The projection's gradient is summed in float32, then cast.
+    logits += shape.vocabulary * shape.hidden * (4 + (compute if compute < 4 else 0))
+    note = f"{chunk} positions x {shape.vocabulary:,}, and the projection's gradient"
+    items.append(Item("logits chunk", logits, note, rollout=False))
+    return [*items, *_rollout(config, shape, ranks, compute)]
+
+
+def _rollout(config: TrainConfig, shape: Shape, ranks: int, compute: int) -> list[Item]:
+    """The engine's part: caches of all episodes at the whole budget; vLLM has weights of its own beside them."""
+    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
+    if vllm is not None:
+        compute = 4 if vllm.dtype == "float32" else 2
+    # vLLM keeps what it took unless it sleeps during the update.
+    stays = vllm is not None and not vllm.sleep
+    episodes = min(config.rollout.concurrency, config.rollout.questions // ranks * config.rollout.candidates)
+    size = episodes * (config.rollout.max_tokens * shape.cache_width * compute + shape.state_values * 4)
+    note = f"{episodes} episodes of {config.rollout.max_tokens:,} tokens, {shape.cache_width * compute:,} bytes a token"
+    cache = Item("KV cache and states", size, note, update=stays)
+    if vllm is None:
+        return [cache]
+    note = f"in {vllm.dtype}; these two within rollout.vllm.gpu_memory, {100 * vllm.gpu_memory:.0f}% of the GPU"
+    return [Item("vLLM's weights", shape.parameters * compute, note, update=stays), cache]
+
+
+def _optimizer(config: TrainConfig, shape: Shape, master: int) -> Item:
+    if config.optimizer.name == "muon":
+        values = shape.matrices + 2 * (shape.parameters - shape.matrices)
+        return Item("optimizer", values * master, "one moment a hidden-matrix weight, two for the rest")
+    return Item("optimizer", 2 * shape.parameters * master, "AdamW: two moments a parameter")
+
+
+def _activations(config: TrainConfig, shape: Shape, tokens: int, master: int, compute: int) -> Item:
+    widest = max(shape.layer_widths)
+    if config.model.gradient_checkpointing:
+        # Each layer's input stays; one layer at a time is computed again, with the gradients of what it keeps.
+        size = tokens * (len(shape.layer_widths) * shape.hidden * master + 2 * widest * compute)
+        note = f"{tokens:,} tokens: inputs of {len(shape.layer_widths)} layers, one layer computed again (estimate)"
+    else:
+        size = tokens * (sum(shape.layer_widths) + widest) * compute
+        note = f"{tokens:,} tokens, all {len(shape.layer_widths)} layers, no checkpointing (estimate)"
+    return Item("activations", size, note, rollout=False)
+
+
+def peaks(items: list[Item]) -> tuple[int, int]:
+    """Bytes held during the update and during the rollouts."""
+    return sum(item.size for item in items if item.update), sum(item.size for item in items if item.rollout)
+
+
+def format_bytes(size: float) -> str:
+    """`12.3 GiB`, or `12.3 MiB` below one."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / MIB:.1f} MiB"
