@@ -1,17 +1,22 @@
 """A database that questions are asked about: a SQLite file, or a row payload that is built in memory."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+
+from shared.errors import SetupError
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A SQLite database as SQaLe ships it: DDL text, and a JSON object table -> list of row objects."""
+    """A SQLite database as SQaLe ships it: DDL text, and a JSON object table -> list of row objects.
 
-    full_schema: str
-    schema_content: str
+    Both can be megabytes, so neither shows in the repr.
+    """
+
+    full_schema: str = field(repr=False)
+    schema_content: str = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,15 @@ class Database:
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 (hex) of the file's bytes, or of the payload's two texts."""
+        """sha256 (hex) of the file's bytes, or of the payload's two texts. SetupError when the file can't be read."""
         digest = hashlib.sha256()
         if self.path is not None:
-            with open(self.path, "rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            try:
+                with open(self.path, "rb") as file:
+                    while block := file.read(1 << 20):
+                        digest.update(block)
+            except (OSError, ValueError) as error:
+                raise SetupError(f"database {self.db_id} ({self.path}) cannot be read: {error}") from error
         else:
             assert self.payload is not None
             for text in (self.payload.full_schema, self.payload.schema_content):

@@ -1,6 +1,7 @@
 """In a worker: what the kernel enforces on the process itself, whatever SQLite's C code does."""
 
 import contextlib
+import os
 import resource
 import signal
 
@@ -9,6 +10,7 @@ _GRACE_FILE_BYTES = 4 << 30
 _OWN_BYTES = 128 << 20
 _current_memory: int | None = None
 _files_writable: bool | None = None
+_statm: int | None = None
 
 
 def confine() -> None:
@@ -18,6 +20,9 @@ def confine() -> None:
         if which is not None:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(which, (soft, soft))
+    global _statm
+    with contextlib.suppress(OSError):
+        _statm = os.open("/proc/self/statm", os.O_RDONLY)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is an error, not a death
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -48,6 +53,17 @@ def allow_memory(extra: int) -> None:
         soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     _current_memory = extra
+
+
+def has_outgrown(held: int) -> bool:
+    """True when this process keeps more than its own share and `held` bytes of databases (Linux; elsewhere False).
+
+    What an allocator took for a large query it may keep, and the next call would be charged with it.
+    """
+    if _statm is None:
+        return False
+    pages = int(os.pread(_statm, 64, 0).split()[0])
+    return pages * resource.getpagesize() > _OWN_BYTES + held
 
 
 def die_after(seconds: float) -> None:

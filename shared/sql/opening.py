@@ -178,6 +178,7 @@ class Databases:
     def _prepare(self, connection: sqlite3.Connection, identity: tuple[Any, ...]) -> Opened:
         try:
             guard = Guard()
+            _configure(connection)
             connection.execute("PRAGMA query_only = ON")
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA temp_store = MEMORY")
@@ -196,6 +197,16 @@ class Databases:
 def _connect(uri: str) -> sqlite3.Connection:
     """Open without waiting for locks (the caller does, under its deadline) and without implicit transactions."""
     return sqlite3.connect(uri, uri=True, timeout=0, isolation_level=None, cached_statements=0)
+
+
+def _configure(connection: sqlite3.Connection) -> None:
+    """Where Python can (3.12): refuse writes to internal tables, and read "…" as SQLite does by default."""
+    set_config = getattr(connection, "setconfig", None)
+    for name in ("SQLITE_DBCONFIG_DEFENSIVE", "SQLITE_DBCONFIG_DQS_DML"):
+        option = getattr(sqlite3, name, None)
+        if set_config is not None and option is not None:
+            with suppress(sqlite3.Error):  # an older library than Python knows
+                set_config(option, True)
 
 
 def _connect_virtual_tables(connection: sqlite3.Connection) -> None:

@@ -67,7 +67,7 @@ def classify(error: sqlite3.Error) -> Failed:
         return Failed("setup_error", f"the file cannot be read: {text}")
     if "one statement at a time" in text:
         return Failed("sql_error", "only one statement can be run at a time")
-    if "Incorrect number of bindings" in text:
+    if "Incorrect number of bindings" in text or "binding parameter" in text:
         return Failed("sql_error", "the query has parameters (? or :name); write the values into it")
     return Failed("sql_error", text)
 

@@ -7,6 +7,7 @@ This is the only way to SQLite for SQL that a model or a benchmark wrote, for th
 scorers alike. What it guarantees, by which mechanism, and what it doesn't: docs/sandbox.md.
 """
 
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ __all__ = ["BadText", "Limits", "Outcome", "QueryResult", "Sandbox"]
 
 Outcome = Literal["ok", "refused", "sql_error", "timeout", "limit", "setup_error"]
 _OUTCOMES = ("ok", "refused", "sql_error", "timeout", "limit", "setup_error")
+_log = logging.getLogger(__name__)
 _BUILD_SECONDS = 60.0
 SCHEMA_SECONDS = 30.0
 _BUILD_MEMORY = 1 << 30
@@ -238,8 +240,11 @@ class Sandbox:
         }
         built = worker.ask(build, _BUILD_SECONDS, max_bytes)
         if built.get("outcome") == "ok":
+            notes = tuple(map(str, built["notes"]))
+            for note in notes:
+                _log.info("database %s: %s", database.db_id, note)
             with self._changed:
-                self._notes[database.content_hash] = tuple(map(str, built["notes"]))
+                self._notes[database.content_hash] = notes
                 if len(self._notes) > _MAX_NOTES:
                     self._notes.popitem(last=False)
             return worker.ask(request, request["seconds"], max_bytes)

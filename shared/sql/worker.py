@@ -52,7 +52,7 @@ class Worker:
         return time.monotonic() > self._deadline
 
     def serve(self) -> None:
-        """Answer requests until the parent closes its end, or a request has used up the memory."""
+        """Answer requests until the parent closes its end, or one took so much memory that a fresh start is due."""
         while (request := self._receive()) is not None:
             started, seconds, healthy = time.monotonic(), float(request["seconds"]), True
             self._deadline = started + seconds
@@ -75,7 +75,7 @@ class Worker:
             limits.die_after(0)
             self._deadline = float("inf")
             self._send(answer)
-            if not healthy:
+            if not healthy or limits.has_outgrown(self._databases.held_bytes()):
                 return
 
     def _retrying(self, request: dict[str, Any], work: Callable[[Opened], bytes]) -> bytes:

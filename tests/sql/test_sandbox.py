@@ -134,6 +134,31 @@ def test_a_worker_is_used_again_after_what_went_well(items: Database) -> None:
         assert workers_of(sandbox) != [pid]
 
 
+def test_memory_of_one_call_is_not_charged_to_the_next(items: Database) -> None:
+    numbers = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r LIMIT 150000) SELECT n{} FROM r"
+    hungry = "SELECT n, hex(zeroblob(1000000)) AS h FROM ({}) LIMIT 500".format(
+        numbers.format("").replace("150000", "500")
+    )
+    small = Limits(memory_bytes=32 << 20)
+    with Sandbox() as sandbox:
+        sandbox.query(items, "SELECT 1")
+        assert len(sandbox.query(items, numbers.format(", hex(zeroblob(100))")).rows) == 150_000
+        assert [sandbox.query(items, "SELECT 1", small).outcome for _ in range(3)] == ["ok"] * 3
+        assert sandbox.query(items, f"SELECT * FROM ({hungry}) ORDER BY h, n DESC", small).outcome == "limit"
+        assert sandbox.query(items, "SELECT 1", small).outcome == "ok"
+
+
+def test_a_process_that_keeps_much_memory_knows_it() -> None:
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); from shared.sql import limits; limits.confine()\n"
+        "print(limits.has_outgrown(0)); block = bytes(200 << 20)\n"
+        "print(limits.has_outgrown(0), limits.has_outgrown(1 << 30))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(Path(__file__).parents[2])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False"]
+
+
 def test_closing_leaves_no_process_and_no_descriptor(items: Database) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     with Sandbox(workers=3) as sandbox:
