@@ -21,36 +21,66 @@ SPIDER2 = "spider2"
 class Benchmark:
     """`layouts` are (questions, databases) paths below the data folder, tried in order; sqale: (queries, schemas).
 
-    `score_results` holds two executed queries against each other; None where golds are tables.
+    `score_results` holds two executed queries against each other; None where golds are tables. `source` says where
+    it comes from, `published` how many questions and databases a whole copy has (None: not stated).
     """
 
     layouts: tuple[tuple[str, str], ...]
+    source: str
+    published: tuple[int, int] | None
     score_results: ScoreResults | None = bird.score_results
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "bird": Benchmark(
-        (("bird/dev/dev.json", "bird/dev/dev_databases"), ("bird_dev/dev.json", "bird_dev/dev_databases"))
+        (
+            ("bird/dev/dev.json", "bird/dev/dev_databases"),
+            ("bird/dev_20240627/dev.json", "bird/dev_20240627/dev_databases"),
+            ("bird_dev/dev.json", "bird_dev/dev_databases"),
+        ),
+        "dev.zip of https://bird-bench.github.io (unpack dev_databases.zip inside it too)",
+        (1534, 11),
     ),
     "bird-mini": Benchmark(
         (
             ("bird/minidev/mini_dev_sqlite.json", "bird/minidev/dev_databases"),
+            ("minidev/MINIDEV/mini_dev_sqlite.json", "minidev/MINIDEV/dev_databases"),
             ("bird_dev/mini_dev_sqlite.json", "bird_dev/dev_databases"),
-        )
+        ),
+        "minidev.zip of https://github.com/bird-bench/mini_dev",
+        (500, 11),
     ),
-    "spider": Benchmark((("spider/dev.json", "spider/database"), ("spider_dev/dev.json", "spider_dev/database"))),
+    "spider": Benchmark(
+        (
+            ("spider/dev.json", "spider/database"),
+            ("spider_data/dev.json", "spider_data/database"),
+            ("spider_dev/dev.json", "spider_dev/database"),
+        ),
+        "spider_data.zip of https://yale-lily.github.io/spider",
+        (1034, 20),
+    ),
     SPIDER2: Benchmark(
         tuple(
             (f"{folder}/{name}", f"{folder}/{databases}")
             for folder in ("spider2-lite", "Spider2/spider2-lite", "spider2_lite")
             for name in ("spider2-lite.jsonl", "spider2-lite.local.jsonl")
-            for databases in ("resource/databases/spider2-localdb", "resource/databases", "databases")
+            for databases in ("resource/databases/spider2-localdb", "databases")
         ),
+        "the folder spider2-lite of https://github.com/xlang-ai/Spider2, and its local_sqlite.zip unpacked into "
+        "resource/databases/spider2-localdb",
+        (135, 30),
         None,
     ),
-    "kaggledbqa": Benchmark((("kaggledbqa/questions.json", "kaggledbqa/databases"),)),
+    "kaggledbqa": Benchmark(
+        (("kaggledbqa/questions.json", "kaggledbqa/databases"),),
+        "https://github.com/Chia-Hsuan-Lee/KaggleDBQA (examples/*.json joined into one questions.json)",
+        (272, 8),
+    ),
     "sqale": Benchmark(
-        (("sqale/queries", "sqale/schemas"), ("sqale/sqale2_queries", "sqale/sqale2_schemas")), sqale.score_results
+        (("sqale/queries", "sqale/schemas"), ("sqale/sqale2_queries", "sqale/sqale2_schemas")),
+        "`hf download --repo-type dataset trl-lab/sqale2_queries` and trl-lab/sqale2_schemas",
+        None,
+        sqale.score_results,
     ),
 }
 
@@ -104,7 +134,14 @@ def _load(name: str, questions: Path, databases: Path, config: EvalConfig) -> Lo
     if config.subset != "all":
         raise SetupError(f"--subset belongs to {SPIDER2}: {name} has none")
     if name != "sqale":
-        return read_questions(questions, databases, name, db_ids=config.db, present_only=config.present_only)
+        return read_questions(
+            questions,
+            databases,
+            name,
+            db_ids=config.db,
+            present_only=config.present_only,
+            number_repeats=name == "bird-mini",
+        )
     loaded = read_sqale(str(questions), str(databases), split=config.split, phrasing=config.phrasing)
     if not config.db:
         return loaded
@@ -112,10 +149,14 @@ def _load(name: str, questions: Path, databases: Path, config: EvalConfig) -> Lo
     return Loaded(kept, {**loaded.skipped, "on other databases": len(loaded.examples) - len(kept)})
 
 
+def places(name: str, data: Path) -> list[tuple[Path, Path]]:
+    """Where the questions and databases of a benchmark may be below `data`, the preferred place first."""
+    return [(data / questions, data / databases) for questions, databases in BENCHMARKS[name].layouts]
+
+
 def _locate(name: str, data: Path) -> tuple[Path, Path]:
-    layouts = [(data / questions, data / databases) for questions, databases in BENCHMARKS[name].layouts]
-    for questions, databases in layouts:
+    for questions, databases in places(name, data):
         if questions.exists() and databases.exists():
             return questions, databases
-    questions, databases = layouts[0]
+    questions, databases = places(name, data)[0]
     raise SetupError(f"benchmark {name} is not under {data}: put it at {questions} and {databases}, or give --data")

@@ -40,13 +40,15 @@ def read_questions(
     *,
     db_ids: Iterable[str] = (),
     present_only: bool = False,
+    number_repeats: bool = False,
 ) -> Loaded:
     """Read and check every question, in the file's order, and find every database it needs.
 
     `db_ids` keeps only the questions on these databases (empty: all). `present_only` leaves out the questions whose
     database isn't in the folder, and counts them; otherwise an absent database is an error. A question without an
-    id gets `<benchmark>_<position in the file>`, which the filters don't change. Scalar keys beyond the known ones
-    go into `meta`.
+    id gets `<benchmark>_<position in the file>`, which the filters don't change. An id that is given again is an error,
+    or with `number_repeats` becomes `<id>#2` and so on (BIRD's mini-dev repeats some). Scalar keys beyond the known
+    ones go into `meta`.
 
     Raises SetupError for whatever can't be used: a file or folder that is missing, JSON that is broken, a key that is
     missing or of another type, an id given twice, a database that is absent or isn't SQLite, no question left.
@@ -57,13 +59,15 @@ def read_questions(
     if not records:
         raise SetupError(f"{questions} holds no questions: give a JSON array or JSON lines with db_id, question, query")
     rows = [_Row(questions, where, position, value, benchmark) for position, (where, value) in enumerate(records)]
+    if number_repeats:
+        _number_repeats(rows)
     _check_ids(questions, rows)
 
     wanted = set(db_ids)
     if unknown := sorted(wanted - {row.db_id for row in rows}):
         raise SetupError(f"no question of {questions} is on database {unknown[0]}: check its spelling")
     skipped: Counter[str] = Counter()
-    folder = _Folder(databases)
+    folder = DatabaseFolder(databases)
     examples: list[Example] = []
     for row in rows:
         if wanted and row.db_id not in wanted:
@@ -178,6 +182,14 @@ class _Row:
         )
 
 
+def _number_repeats(rows: list[_Row]) -> None:
+    seen: Counter[str] = Counter()
+    for row in rows:
+        seen[row.question_id] += 1
+        if (times := seen[row.question_id]) > 1:
+            row.question_id = f"{row.question_id}#{times}"
+
+
 def _check_ids(path: Path, rows: list[_Row]) -> None:
     counts = Counter(row.question_id for row in rows)
     repeated = [question_id for question_id, count in counts.items() if count > 1]
@@ -186,7 +198,7 @@ def _check_ids(path: Path, rows: list[_Row]) -> None:
         raise SetupError(f"question file {path} gives question_id {shown} more than once: make the ids unique")
 
 
-class _Folder:
+class DatabaseFolder:
     """A folder of databases, each looked up once, so that all questions on one share a Database."""
 
     def __init__(self, path: Path) -> None:

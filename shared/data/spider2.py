@@ -103,7 +103,9 @@ def read_spider2(
             skipped["on other databases"] += 1
         else:
             kept[question_id] = row
-    found = {db_id: _find(databases, db_id) for db_id in sorted({expected[question_id] for question_id in kept})}
+    found = {
+        db_id: find_database(databases, db_id) for db_id in sorted({expected[question_id] for question_id in kept})
+    }
     absent = [db_id for db_id, database in found.items() if database is None]
     if absent and not present_only:
         raise SetupError(
@@ -157,7 +159,8 @@ def _rows(
     return rows, skipped
 
 
-def _find(folder: Path, db_id: str) -> Database | None:
+def find_database(folder: Path, db_id: str) -> Database | None:
+    """`<db>.sqlite` or `<db>/<db>.sqlite` in a folder, None when absent. SetupError when it isn't SQLite."""
     for place in (folder, folder / db_id):
         for suffix in SUFFIXES:
             if (path := place / f"{db_id}{suffix}").is_file():

@@ -202,3 +202,14 @@ def test_real_benchmarks(questions: str, folder: str, count: int, absent: int, t
     assert len(loaded.examples) == count
     assert loaded.skipped.get("on absent databases", 0) == absent
     assert len({e.question_id for e in loaded.examples}) == count
+
+
+def test_ids_that_a_benchmark_repeats_can_be_numbered(tmp_path: Path) -> None:
+    rows = [{"question_id": i, "db_id": "shop", "question": "?", "SQL": "SELECT 1"} for i in (7, 8, 7, 7)]
+    (tmp_path / "mini.json").write_text(json.dumps(rows))
+    (tmp_path / "databases" / "shop").mkdir(parents=True)
+    sqlite3.connect(tmp_path / "databases" / "shop" / "shop.sqlite").executescript("CREATE TABLE t (a)").close()
+    with pytest.raises(SetupError, match="gives question_id 7 more than once"):
+        read_questions(tmp_path / "mini.json", tmp_path / "databases")
+    loaded = read_questions(tmp_path / "mini.json", tmp_path / "databases", number_repeats=True)
+    assert [example.question_id for example in loaded.examples] == ["7", "8", "7#2", "7#3"]
