@@ -239,6 +239,16 @@ class ValidationConfig(StrictModel):
         return self
 
 
+class LogConfig(StrictModel):
+    """Where figures go besides metrics.jsonl, which is always written; see train/trackers.py. They cannot stop a run.
+
+    trackers: any of tensorboard, wandb (offline unless WANDB_MODE says otherwise), trackio; each is its own package.
+    """
+
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    project: str = "execplan"
+
+
 class TrainConfig(StrictModel):
     """One GRPO run. `output` is its folder; a run that finds complete checkpoints there continues from the newest."""
 
@@ -259,6 +269,7 @@ class TrainConfig(StrictModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
+    log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _sampling_matches_the_ratio(self) -> Self:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.status import Status
 
 from train.selection import VALIDATION
+from train.trackers import Tracker, numbers
 
 METRICS = "metrics.jsonl"
 _ETA_WINDOW = 20
@@ -65,6 +66,7 @@ class RunLog:
         self.total = total
         self.main = main
         self.console = console or Console(stderr=True, soft_wrap=True, highlight=False)
+        self.trackers: list[Tracker] = []
         self._seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._status: Status | None = None
 
@@ -99,6 +101,7 @@ class RunLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({name: _clean(value) for name, value in figures.items()}) + "\n")
         self.console.print(step_line(figures, self.total, eta), markup=False)
+        self._track(figures["step"], numbers(figures))
 
     def validation(self, line: Mapping[str, Any], text: str) -> None:
         """Log one validation: its line for the file, and what the terminal says."""
@@ -107,8 +110,16 @@ class RunLog:
         with self.validations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self.console.print(text, markup=False)
+        self._track(max(line["step"] - 1, 0), numbers(line, "validation/"))
+
+    def _track(self, step: int, figures: Mapping[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, figures)
 
     def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
+        self.trackers = []
         if self._status is not None:
             self._status.stop()
             self._status = None

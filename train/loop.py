@@ -17,6 +17,7 @@ from shared.errors import SetupError
 from shared.sql.sandbox import Sandbox
 from train.checkpoint import list_checkpoints, newest_complete
 from train.config import TrainConfig
+from train.curriculum import expected_quantile
 from train.log import RunLog, Stopwatch, write_lines
 from train.model import Policy, load_model, load_policy
 from train.pool import Pool
@@ -26,6 +27,7 @@ from train.rollout import (
     Scorer,
     add_sums,
     check_weights,
+    curriculum_settings,
     draw_questions,
     episode_lines,
     rollout_sums,
@@ -39,6 +41,7 @@ from train.run import CONFIG_COPY
 from train.selection import beats_all, publish_best, read_validation
 from train.state import read_state, restore, save_run
 from train.stopping import StopFlag, StoppableEngine, StopRequested, only_one
+from train.trackers import open_trackers
 from train.trainer import Trainer
 from train.validation import HeldOut, ask, spoken, validation_line, validation_sums
 
@@ -150,6 +153,9 @@ def _run(
         f"{len(pool.examples):,} questions, {config.rollout.questions} x {config.rollout.candidates} episodes a step, "
         f"{accelerator.num_processes} rank(s) on {accelerator.device.type}, {platform.node()}"
     )
+    if accelerator.is_main_process:
+        settings = config.model_dump(mode="json")
+        log.trackers = open_trackers(config.log.trackers, config.output, config.log.project, settings, start, log.say)
     engine = make_engine(policy, trainer)
     with Sandbox(config.rollout.sandbox_workers) as sandbox:
         scorer = Scorer(config, sandbox)
@@ -293,6 +299,7 @@ def _one_step(run: Run, step: int) -> bool:
     run.log.step(
         {"step": step}
         | summarize(sums)
+        | {"quantile_expected": expected_quantile(run.pool.quantiles, step, curriculum_settings(config))}
         | figures
         | {f"seconds_{name}": value for name, value in watch.seconds.items()}
         | {"seconds": seconds, "tokens_per_second": sums["sampled_tokens"] / max(seconds, 1e-9)}

@@ -22,11 +22,12 @@ from shared.config import dump_config
 from shared.engines.tokenizer import first_line
 from shared.errors import SetupError
 from train.config import TrainConfig
-from train.curriculum import CurriculumSettings, expected_quantile
+from train.curriculum import expected_quantile
 from train.log import METRICS, format_seconds
 from train.memory import Shape, format_bytes, memory_plan, model_shape, peaks
 from train.model import check_model_path
 from train.pool import Pool, load_pool
+from train.rollout import curriculum_settings
 from train.validation import HeldOut, load_held_out
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ def _print_pool(pool: Pool, config: TrainConfig, console: Console, problems: lis
         figures = (count, databases, min(lengths), round(median(lengths)), max(lengths))
         table.add_row(difficulty or "(none given)", *(f"{figure:,}" for figure in figures))
     console.print(table)
-    settings = CurriculumSettings(config.curriculum.enabled, config.curriculum.ramp_steps, config.curriculum.k)
+    settings = curriculum_settings(config)
     marks = sorted({0, min(settings.ramp_steps, config.steps - 1) // 2, min(settings.ramp_steps, config.steps - 1)})
     drawn = ", ".join(f"{expected_quantile(pool.quantiles, step, settings):.3f} at step {step}" for step in marks)
     console.print(f"mean quantile drawn: {drawn}", markup=False)

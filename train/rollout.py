@@ -129,13 +129,18 @@ class Scorer:
         return {sql: total / max(len(usable), 1) for sql, total in totals.items()}
 
 
+def curriculum_settings(config: TrainConfig) -> CurriculumSettings:
+    """The curriculum's part of the config."""
+    return CurriculumSettings(config.curriculum.enabled, config.curriculum.ramp_steps, config.curriculum.k)
+
+
 def draw_questions(pool: Pool, step: int, config: TrainConfig, scorer: Scorer) -> tuple[list[Question], Counter[str]]:
     """The questions of a step, in drawn order, and why drawn ones were passed over (with how often).
 
     A question whose gold fails or is empty is replaced by the next of the same draw.
     """
     wanted = config.rollout.questions
-    settings = CurriculumSettings(config.curriculum.enabled, config.curriculum.ramp_steps, config.curriculum.k)
+    settings = curriculum_settings(config)
     size = len(pool.examples)
     order = draw(
         pool.quantiles, max(wanted, min(REFILL * wanted, size)), seed=config.seed, step=step, settings=settings
