@@ -25,7 +25,9 @@ def confine() -> None:
         _statm = os.open("/proc/self/statm", os.O_RDONLY)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is an error, not a death
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # Dispositions and masks are inherited from whoever started this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     allow_file_writes(False)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from shared.sql.guard import Guard
 
 _MAX_OPEN = 16
 _MAX_IMAGE_BYTES = 96 << 20
-_MAX_SNAPSHOT_BYTES = 1 << 30
+_MAX_SNAPSHOT_BYTES = 64 << 20  # copied within the deadline of a call
 _MAGIC = b"SQLite format 3\x00"
 _WAL_VERSION = 2
 # Beyond the engine's own ceilings; result size, time and memory are bounded elsewhere, per call.
@@ -79,7 +80,7 @@ class Databases:
         deadline) it is closed.
         """
         opened = self._idle.pop(key, None)
-        identity = self._identity(key, path)
+        identity = _identity(path)
         if opened is not None and opened.identity != identity:
             opened.connection.close()
             opened = None
@@ -118,20 +119,6 @@ class Databases:
             total -= len(old)
             if (opened := self._idle.pop(old_key, None)) is not None:
                 opened.connection.close()
-
-    def _identity(self, key: str, path: str | None) -> tuple[Any, ...]:
-        """What must be unchanged for a kept connection to be the database still; CannotOpen when it is gone."""
-        if path is None:
-            return ()
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
-            raise CannotOpen("the file does not exist") from None
-        except OSError as error:
-            raise CannotOpen(f"the file cannot be read ({error.strerror})") from None
-        if status.st_size == 0:
-            raise CannotOpen("the file is empty (0 bytes)")
-        return (status.st_dev, status.st_ino)
 
     def _open(self, key: str, path: str | None, uri: str | None, identity: tuple[Any, ...]) -> Opened:
         if path is None or uri is None:
@@ -194,6 +181,25 @@ class Databases:
             raise
 
 
+def _identity(path: str | None) -> tuple[Any, ...]:
+    """What must be unchanged for a kept connection to be the database still; CannotOpen when it is gone."""
+    if path is None:
+        return ()
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        raise CannotOpen("the file does not exist") from None
+    except OSError as error:
+        raise CannotOpen(f"the file cannot be read ({error.strerror})") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise CannotOpen("it is a folder, not a file")
+    if not stat.S_ISREG(status.st_mode):
+        raise CannotOpen("it is not a regular file")
+    if status.st_size == 0:
+        raise CannotOpen("the file is empty (0 bytes)")
+    return (status.st_dev, status.st_ino)
+
+
 def _connect(uri: str) -> sqlite3.Connection:
     """Open without waiting for locks (the caller does, under its deadline) and without implicit transactions."""
     return sqlite3.connect(uri, uri=True, timeout=0, isolation_level=None, cached_statements=0)
@@ -214,11 +220,12 @@ def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
 
     An R-tree prepares its INSERT and DELETE statements when it is connected, which the authorizer would refuse.
     """
-    for (name,) in connection.execute(
-        "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage = 0"
-    ).fetchall():
-        with suppress(sqlite3.Error):  # a module that isn't there, a broken one: whoever reads the table is told
-            connection.execute('SELECT 1 FROM "{}" LIMIT 0'.format(name.replace('"', '""'))).close()
+    listing = "SELECT CAST(name AS BLOB) FROM sqlite_master WHERE type = 'table' AND rootpage = 0"
+    for (name,) in connection.execute(listing).fetchall():
+        # A module that isn't there, a name that isn't UTF-8: whoever reads the table is told.
+        with suppress(sqlite3.Error, UnicodeDecodeError):
+            quoted = '"' + name.decode("utf-8").replace('"', '""') + '"'
+            connection.execute(f"SELECT 1 FROM {quoted} LIMIT 0").close()
 
 
 def _size(path: str) -> int:
@@ -232,8 +239,6 @@ def _read_header(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read(100)
-    except IsADirectoryError:
-        raise CannotOpen("it is a folder, not a file") from None
     except OSError as error:
         raise CannotOpen(f"the file cannot be read ({error.strerror})") from None
 

@@ -58,6 +58,7 @@ class WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=directory,
+                process_group=0,  # Ctrl-C in a terminal is for the parent, which then closes the line
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             )
         except OSError as error:

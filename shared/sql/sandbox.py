@@ -35,6 +35,7 @@ _SCHEMA_BYTES = 256 << 20
 _MAX_CRASHES = 5
 _BAD_START_SECONDS = 30.0
 _MAX_NOTES = 4096
+_UNMATCHED = "\"{0}\" matches no column: it was read as the text '{0}'"
 
 
 @dataclass(frozen=True)
@@ -156,18 +157,10 @@ class Sandbox:
             "reverse": reverse_unordered,
         }
         answer = self._ask(database, request, limits.seconds, limits.memory_bytes, limits.max_bytes)
-        if answer["outcome"] != "ok":
-            return QueryResult(answer["outcome"], message=answer["message"], seconds=answer["seconds"])
-        unmatched = tuple(answer["unmatched"])
-        return QueryResult(
-            "ok",
-            columns=tuple(answer["columns"]),
-            rows=list(map(tuple, answer["rows"])),
-            truncated=answer["truncated"],
-            seconds=answer["seconds"],
-            notes=tuple(f"\"{name}\" matches no column: it was read as the text '{name}'" for name in unmatched),
-            unmatched=unmatched,
-        )
+        try:
+            return _to_result(answer)
+        except (KeyError, TypeError, ValueError):  # nothing our worker sends; but then it runs C code on untrusted SQL
+            return QueryResult("setup_error", message=f"database {database.db_id}: the SQL process answered nonsense")
 
     def schema(self, database: Database, seconds: float = SCHEMA_SECONDS) -> list[dict[str, Any]]:
         """The schema as plain data, see `shared.sql.introspect.read_schema`.
@@ -313,7 +306,7 @@ def _to_result(answer: dict[str, Any]) -> QueryResult:
         rows=list(map(tuple, answer["rows"])),
         truncated=bool(answer["truncated"]),
         seconds=float(answer["seconds"]),
-        notes=tuple([f"\"{name}\" matches no column: it was read as the text '{name}'" for name in unmatched]),
+        notes=tuple(_UNMATCHED.format(name) for name in unmatched),
         unmatched=unmatched,
     )
 

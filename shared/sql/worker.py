@@ -89,7 +89,7 @@ class Worker:
                     with named_errors(opened):
                         return work(opened)
             except sqlite3.Error as error:
-                if is_bad_text(error):
+                if is_bad_text(error) and not lenient:
                     lenient = True
                 elif not is_locked(error):
                     raise

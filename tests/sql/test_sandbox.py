@@ -96,6 +96,21 @@ def test_bad_text_differs_from_every_other_text(sandbox: Sandbox, tmp_path: Path
     assert json.dumps(str(bad), ensure_ascii=False).encode()
 
 
+def test_names_that_are_not_utf8(sandbox: Sandbox, tmp_path: Path) -> None:
+    ddl = b'CREATE VIRTUAL TABLE "f\xfc" USING fts5(a)'.hex()
+    name = "CAST(x'66fc' AS TEXT)"
+    rename = (
+        f"UPDATE sqlite_master SET name = {name}, tbl_name = {name}, sql = CAST(x'{ddl}' AS TEXT) WHERE name = 'doc'"
+    )
+    script = f"CREATE VIRTUAL TABLE doc USING fts5(a); PRAGMA writable_schema = ON; {rename};"
+    database = make(tmp_path / "d.sqlite", DEFAULT_SQL + script)
+    started = time.monotonic()
+    assert sandbox.query(database, "SELECT count(*) FROM item").rows == [(3,)]
+    assert BadText(b"f\xfc") in [row[0] for row in sandbox.query(database, "SELECT name FROM sqlite_master").rows]
+    assert "item" in [table["name"] for table in sandbox.schema(database)]
+    assert time.monotonic() - started < 5
+
+
 @pytest.mark.parametrize("sql", [ENDLESS, STUCK])
 def test_a_timeout_ends_the_work_and_spares_the_next_call(sandbox: Sandbox, items: Database, sql: str) -> None:
     started = time.monotonic()
@@ -217,6 +232,22 @@ def children() -> list[int]:
     return [pid for pid in pids if alive(pid) and b"shared.sql.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+def test_a_blocked_alarm_is_not_inherited(items: Database) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM})
+    handler = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        with Sandbox() as sandbox:
+            sandbox.query(items, "SELECT 1")
+            (pid,) = workers_of(sandbox)
+            status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    masks = {line.split(":")[0]: int(line.split()[1], 16) for line in status if line.startswith(("SigBlk", "SigIgn"))}
+    assert masks["SigBlk"] == 0
+    assert not masks["SigIgn"] & 1 << (signal.SIGALRM - 1)
+
+
 def test_workers_end_with_their_parent(items: Database, tmp_path: Path) -> None:
     script = (
         "import sys, threading, time; from pathlib import Path; from shared.database import Database\n"
@@ -281,6 +312,8 @@ def test_unusable_files_are_set_up_errors(sandbox: Sandbox, tmp_path: Path, kind
             sandbox.schema(Database("shop", path=path))
     assert sandbox.query(Database("shop", path=tmp_path), "SELECT 1").outcome == "setup_error"
     assert sandbox.query(Database("shop", path=Path("a\0b")), "SELECT 1").outcome == "setup_error"
+    os.mkfifo(tmp_path / "pipe")
+    assert "regular file" in sandbox.query(Database("shop", path=tmp_path / "pipe"), "SELECT 1").message
 
 
 def test_a_lock_elsewhere_counts_against_the_limit(sandbox: Sandbox, tmp_path: Path) -> None:
