@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.breakdown import accuracies, accuracy, by_database, by_difficulty, by_gold_length, difficulty_order
-from eval.compare import Pair, Run, compare, compare_pairs, pair_up
+from eval.compare import compare, compare_pairs
 from eval.measures import CLASSES, TIERS, Record, tier
+from eval.pairing import Pair, Run, pair_up
 from eval.plots import MAX_ROWS, Estimate, Plot, bar_plot, histogram_plot, interval_plot
 from eval.stats import holm
 from eval.tables import (
@@ -90,7 +91,8 @@ def comparison_content(a: Run, b: Run) -> Content:
     summaries = _summary(a), _summary(b)
     records = list(a.episodes.values())
     pairs, _ = pair_up(a, b, "official")
-    both = [(record, b.episodes[key]) for key, record in a.episodes.items()]
+    # With unequal samples, traces stand side by side for those that both runs have.
+    both = [(record, b.episodes[key]) for key, record in a.episodes.items() if key in b.episodes]
     lengths = _paired_by_length(records, pairs)
     rows = [("all questions", result)]
     strata = result["by_difficulty"]

@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from eval.benchmarks import load_benchmark
-from eval.compare import Run, load_run
 from eval.config import EvalConfig
 from eval.identity import data_sha256, own_versions
 from eval.judge import Judge, open_book
+from eval.pairing import Run, load_run
 from eval.records import RUN, read_json
 from eval.summary import summarize
 from eval.terminal import plain

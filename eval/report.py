@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from eval.compare import load_run
 from eval.content import Content, comparison_content, run_content
 from eval.page import render_page
+from eval.pairing import load_run
 from eval.tables import escape_markdown, to_markdown
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError

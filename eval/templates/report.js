@@ -88,7 +88,18 @@ function matches(i, chosen, text, deep) {
   return deep !== null && byId(`t${i}`).textContent.toLowerCase().includes(deep);
 }
 
+let applied = "";
+let waiting = 0;
+const filterState = () => [...byId("filters").elements].map((field) => (field.type === "checkbox" ? field.checked : field.value)).join("\n");
+
+/** Filter when no more is typed. Leaving a field says that it changed, also when that was applied: the list then stays as it is. */
+function filterSoon(milliseconds) {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => filterState() !== applied && applyFilters(), milliseconds);
+}
+
 function applyFilters(keep) {
+  applied = filterState();
   const chosen = FILTERS.flatMap(([name, , values]) => {
     const select = byId(`by-${name}`);
     if (select) select.classList.toggle("set", Boolean(select.value));
@@ -303,19 +314,9 @@ function start() {
   buildFilters();
   applyFilters(true);
   route();
-  let waiting = 0;
-  const state = () => [...byId("filters").elements].map((field) => (field.type === "checkbox" ? field.checked : field.value)).join("\n");
-  let applied = state();
-  // Leaving a field says that it changed when it was applied long ago: then the list stays as it is.
-  const soon = () => {
-    if (state() === applied) return;
-    applied = state();
-    clearTimeout(waiting);
-    waiting = setTimeout(applyFilters, byId("deep").checked ? 300 : 60);
-  };
-  for (const event of ["input", "change"]) byId("filters").addEventListener(event, soon);
+  for (const event of ["input", "change"]) byId("filters").addEventListener(event, () => filterSoon(byId("deep").checked ? 300 : 60));
+  byId("filters").addEventListener("reset", () => filterSoon(0));
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
-  byId("filters").addEventListener("reset", () => setTimeout(() => ((applied = state()), applyFilters())));
   list.addEventListener("click", (event) => {
     const node = event.target.closest("[data-entry]");
     if (node) select(Number(node.dataset.entry));

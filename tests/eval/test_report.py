@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from eval.compare import load_run
 from eval.content import Content, comparison_content, run_content
 from eval.page import embed_json, render_page
+from eval.pairing import load_run
 from eval.plots import Estimate, bar_plot, histogram_plot, interval_plot
 from eval.records import SUMMARY, read_json, write_json
 from eval.report import load_content, main, render_markdown
@@ -265,6 +265,19 @@ def test_a_run_against_itself_differs_in_nothing(runs: tuple[Path, Path]) -> Non
     made = comparison_content(run, run)
     assert "No question was answered differently" in made.sentence
     assert made.runs == ("A", "B")
+
+
+def test_runs_with_unequal_samples_are_compared(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        evaluate_mixed(patch, arguments(runs[0].parent, tmp_path / "three", "--vote", "3"), "c")
+    three, one = load_run(tmp_path / "three"), load_run(runs[0])
+    for a, b in ((three, one), (one, three)):
+        made = comparison_content(a, b)
+        assert len(made.episodes) == 40
+        assert any(row.cells[0] == "samples" for row in made.tables[-1].rows)
+    alone = run_content(three)
+    assert [row.cells[0] for row in alone.tables[0].rows[:2]] == ["all questions", "vote of 3"]
+    assert len(alone.episodes) == 120
 
 
 def test_a_summary_of_an_older_version_is_refused(runs: tuple[Path, Path], tmp_path: Path) -> None:
