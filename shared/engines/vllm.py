@@ -5,6 +5,7 @@ CPU see `_cpu_settings`). `step` is vLLM's own scheduler step. Sampling paramete
 request: what a model folder's generation_config.json suggests is not used.
 """
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -77,7 +78,7 @@ class VLLMEngine:
             "use_tqdm_on_load": False,
         }
         if current_platform.is_cpu():
-            settings |= _cpu_settings()
+            settings |= _cpu_settings(folder)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
@@ -181,21 +182,30 @@ class VLLMEngine:
             del self._running[request]
 
 
-def _cpu_settings() -> dict[str, Any]:
+def _cpu_settings(folder: Path) -> dict[str, Any]:
     """What the CPU build needs set otherwise."""
     settings: dict[str, Any] = {
         # Compiling takes longer there than what it saves.
         "enforce_eager": True,
         # A prompt that is read in pieces draws a token after each, and takes the draw back on the request's own
-        # generator, which a CPU generator cannot do: vLLM 0.32 dies on it. Prefix caching of hybrid models cuts prompts
-        # into pieces as well.
+        # generator, which a CPU generator cannot do: vLLM 0.32 dies on it. Prefix caching of linear-attention layers
+        # needs prompts in pieces as well.
         "enable_chunked_prefill": False,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": not _has_linear_attention(folder),
     }
     if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         # Otherwise vLLM wants most of the machine's memory to be free, and takes it.
         settings["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
     return settings
+
+
+def _has_linear_attention(folder: Path) -> bool:
+    """Whether the folder's config names such layers; False when it cannot be read (vLLM will say so)."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return "linear_attention" in ((config.get("text_config") or config).get("layer_types") or ())
 
 
 def import_vllm() -> Any:
