@@ -3,10 +3,12 @@
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from eval.measures import Record
 from eval.page import render_page
 from eval.report import load_content, write_report
 from tests.eval.agents import HOSTILE, evaluate_mixed
@@ -60,9 +62,36 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         for salt in "ab":
             evaluate_mixed(patch, arguments(folder, folder / salt), salt)
-    for name, runs in {"run": ["a"], "comparison": ["a", "b"]}.items():
-        write_report(folder / f"{name}.html", render_page(load_content([folder / run for run in runs])))
-    return {name: (folder / f"{name}.html").as_uri() for name in ("run", "comparison")}
+    run = load_content([folder / "a"])
+    contents = {
+        "run": run,
+        "comparison": load_content([folder / "a", folder / "b"]),
+        "odd": replace(run, episodes=odd_episodes(run.episodes[-1][0])),
+        "long": replace(run, episodes=run.episodes * 20),
+    }
+    for name, content in contents.items():
+        write_report(folder / f"{name}.html", render_page(content))
+    return {name: (folder / f"{name}.html").as_uri() for name in contents}
+
+
+def odd_episodes(record: Record) -> tuple[tuple[Record], ...]:
+    """Episodes that lack something: a verdict, turns, rows, a gold query."""
+    unscored = {"scores": None, "results": None}
+    fault = {
+        "status": "harness_error",
+        "reason": "ValueError: x",
+        "ended": "error",
+        "error": "Traceback\nValueError: <b>",
+    }
+    failed = {**record["gold"], "status": "gold_error", "flags": ["gold_error"]}
+    tables = {**record["scores"], "strict": None, "fair": None, "soft_f1": None}
+    changes: list[dict[str, Any]] = [
+        {**unscored, **fault, "answer_sql": None, "origin": "none"},
+        {**unscored, "status": "gold_error", "reason": "no such table: x", "gold": failed},
+        {**unscored, "status": "scored", "scores": tables, "gold_sql": "", "results": None},
+        {**unscored, "status": "harness_error", "turns": [], "ended": "token_limit", "answer_sql": None},
+    ]
+    return tuple(({**record, **change},) for change in changes)
 
 
 @pytest.fixture
@@ -256,6 +285,32 @@ def test_a_comparison_shows_both_runs(show: Callable[..., Any]) -> None:
     tabs[1].click()
     assert browser.find_element("css selector", "[data-side='1'] .turns").is_displayed()
     assert not browser.find_element("css selector", "[data-side='0'] .turns").is_displayed()
+
+
+def test_episodes_that_lack_something(show: Callable[..., Any]) -> None:
+    said = []
+    for i in range(4):
+        browser = show("odd", f"#episode={i + 1}")
+        said.append(text(browser, "#trace"))
+    assert "no verdict: harness error: ValueError: x" in said[0]
+    assert "ValueError: <b>" in said[0]
+    assert "no verdict: gold error: no such table: x" in said[1]
+    assert "the gold query fails" in said[1]
+    assert "result files, no query" in said[2]
+    assert "no turn" in said[3]
+    choose(browser, "tier-0", "unscored")
+    wait_until(lambda: count(browser, "#list [data-entry]") == 3)
+
+
+def test_a_long_list_grows_as_it_is_scrolled(show: Callable[..., Any]) -> None:
+    browser = show("long", "#episodes")
+    assert text(browser, "#found") == "800 episodes"
+    first = count(browser, "#list [data-entry]")
+    assert first < 400
+    browser.execute_script("const list = document.getElementById('list'); list.scrollTop = list.scrollHeight")
+    wait_until(lambda: count(browser, "#list [data-entry]") > first)
+    browser = show("long", "#episode=799")
+    assert browser.find_element("css selector", "#list [aria-selected=true]").get_attribute("data-entry") == "798"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
