@@ -36,6 +36,7 @@ from shared.errors import SetupError
 from shared.sql.sandbox import Limits, Sandbox
 from shared.tools.executor import ToolExecutor, ToolLimits
 from shared.tools.protocol import Call
+from shared.tools.schema import show
 
 Step = Callable[[int], object]
 ROUNDS = 9
@@ -157,7 +158,7 @@ def bench_database(path: Path, sandbox: Sandbox, langchain: str | None) -> Itera
 
         return step
 
-    slow, quick = millisecond_query(plain), f'SELECT * FROM "{table}" LIMIT 6'
+    slow, quick = millisecond_query(plain), f"SELECT * FROM {show(table)} LIMIT 6"
     listing = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
     cases: list[tuple[str, Step, Step, tuple[str, str] | None]] = [
         ("list_tables", sql(listing), tool("list_tables"), ("list", "")),

@@ -47,6 +47,7 @@ FUNCTIONS = _words(
     "match regexp snippet offsets matchinfo bm25 highlight fts5_source_id"
 )
 
+_READS = frozenset({sqlite3.SQLITE_READ, sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE})
 _ACTIONS = {
     getattr(sqlite3, f"SQLITE_{name}"): text
     for name, text in {
@@ -101,7 +102,7 @@ class Guard:
 
     def authorize(self, action: int, first: str | None, second: str | None, _db: str | None, _by: str | None) -> int:
         """SQLite's callback: SQLITE_OK, or SQLITE_DENY, which makes the statement fail to compile."""
-        if action in (sqlite3.SQLITE_READ, sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE):
+        if action in _READS:
             return sqlite3.SQLITE_OK
         if action == sqlite3.SQLITE_FUNCTION:
             if second is not None and second.lower() in FUNCTIONS:
