@@ -1,7 +1,7 @@
 """`join_path`: the shortest ways to join two tables over declared keys, and over inferred ones where those don't reach.
 
 An inferred key is one nobody declared: `x_id` (or `xId`, `x_ID`) beside a table `x` or `xs` whose
-primary key is a single column, or the same column name with the same type in two tables. Every
+primary key is a single column, or the same column name with the same type (affinity) in two tables. Every
 inferred step is marked, because it may be wrong.
 """
 
@@ -40,9 +40,9 @@ def find_join_paths(schema: Schema, start: Table, end: Table) -> tuple[list[Join
     """Shortest paths from `start` to `end` (a few of them), and whether there are more. ([], False) = none.
 
     A table to itself: over a key that refers to its own table. Declared keys come first; when they
-    don't connect the two, inferred keys are added.
+    don't connect the two, inferred keys are added: first those that point at a key, then equal names.
     """
-    for graph in (_declared, _with_inferred):
+    for graph in (_declared, _with_strong_guesses, _with_all_guesses):
         neighbours = graph(schema)
         paths = _self_paths(neighbours, start.name) if start.name == end.name else None
         if paths is None:
@@ -79,11 +79,14 @@ def _shortest(neighbours: Neighbours, start: str, end: str) -> Iterable[JoinPath
 
 
 def _ways(came_from: dict[str, list[str]], end: str) -> Iterable[tuple[str, ...]]:
-    if not came_from[end]:
-        yield (end,)
-    for before in came_from[end]:
-        for way in _ways(came_from, before):
-            yield (*way, end)
+    """Every way back from `end`, first ones first; a loop, not a recursion: a chain may be 1,000 tables long."""
+    unfinished: list[tuple[str, ...]] = [(end,)]
+    while unfinished:
+        way = unfinished.pop()
+        before = came_from[way[0]]
+        if not before:
+            yield way
+        unfinished += [(table, *way) for table in reversed(before)]
 
 
 @lru_cache(maxsize=256)
@@ -104,26 +107,40 @@ def _add(edges: dict[str, dict[str, list[ForeignKey]]], key: ForeignKey) -> None
 
 
 @lru_cache(maxsize=256)
-def _with_inferred(schema: Schema) -> Neighbours:
-    """Declared keys where two tables have one, else inferred ones."""
-    declared = _declared(schema)
-    inferred: dict[str, dict[str, list[ForeignKey]]] = {}
-    for key in inferred_keys(schema):
-        _add(inferred, key)
-
-    def neighbours(name: str) -> dict[str, list[ForeignKey]]:
-        return inferred.get(name, {}) | declared(name)
-
-    return neighbours
+def _with_strong_guesses(schema: Schema) -> Neighbours:
+    return _added(_declared(schema), _guesses(schema)[0])
 
 
 @lru_cache(maxsize=256)
+def _with_all_guesses(schema: Schema) -> Neighbours:
+    return _added(_declared(schema), inferred_keys(schema))
+
+
+def _added(declared: Neighbours, keys: Iterable[ForeignKey]) -> Neighbours:
+    """Declared keys where two tables have one, else `keys`."""
+    inferred: dict[str, dict[str, list[ForeignKey]]] = {}
+    for key in keys:
+        _add(inferred, key)
+    return lambda name: inferred.get(name, {}) | declared(name)
+
+
 def inferred_keys(schema: Schema) -> tuple[ForeignKey, ...]:
-    """Keys that the names suggest: `x_id` first, and equal names for pairs of tables that it leaves apart."""
+    """Keys that the names suggest, those that point at a key first."""
+    strong, weak = _guesses(schema)
+    return strong + weak
+
+
+@lru_cache(maxsize=256)
+def _guesses(schema: Schema) -> tuple[tuple[ForeignKey, ...], tuple[ForeignKey, ...]]:
+    """Inferred keys that point at a primary key (or an `id`), and equal names for tables that have no such key."""
     tables = [table for table in schema.tables if table.kind != "view"]
-    keys = list(_by_reference_name(tables))
-    linked = {frozenset((key.table, key.target)) for key in keys}
-    return (*keys, *(key for key in _by_equal_name(tables) if frozenset((key.table, key.target)) not in linked))
+    strong = list(_by_reference_name(tables))
+    linked = {frozenset((key.table, key.target)) for key in strong}
+    weak: list[ForeignKey] = []
+    for key, owned in _by_equal_name(tables):
+        if frozenset((key.table, key.target)) not in linked:
+            (strong if owned else weak).append(key)
+    return tuple(strong), tuple(weak)
 
 
 def _by_reference_name(tables: Sequence[Table]) -> Iterable[ForeignKey]:
@@ -167,13 +184,28 @@ def _singulars(table: str) -> list[str]:
     return spellings
 
 
-def _by_equal_name(tables: Sequence[Table]) -> Iterable[ForeignKey]:
-    """The same name and type in two tables. It points at the table in which the column is the key, if there is one."""
+def _affinity(declared: str) -> str:
+    """What SQLite makes of a declared type (its documented rules, in order): INT and INTEGER are one type to it."""
+    name = declared.upper()
+    rules = (
+        ("INTEGER", ("INT",)),
+        ("TEXT", ("CHAR", "CLOB", "TEXT")),
+        ("BLOB", ("BLOB",)),
+        ("REAL", ("REAL", "FLOA", "DOUB")),
+    )
+    for affinity, parts in rules:
+        if any(part in name for part in parts):
+            return affinity
+    return "NUMERIC" if name else "BLOB"
+
+
+def _by_equal_name(tables: Sequence[Table]) -> Iterable[tuple[ForeignKey, bool]]:
+    """The same name and type in two tables, pointing at the one in which the column is the key; and if there is one."""
     groups: dict[tuple[str, str], list[tuple[Table, str]]] = {}
     for table in tables:
         for column in table.columns:
             if fold(column.name) not in _EVERYWHERE:
-                groups.setdefault((fold(column.name), column.type.upper()), []).append((table, column.name))
+                groups.setdefault((fold(column.name), _affinity(column.type)), []).append((table, column.name))
     for members in groups.values():
         owners = [member for member in members if member[0].primary_key == (member[1],)]
         targets = owners or members  # nobody's key: everyone with everyone
@@ -184,7 +216,7 @@ def _by_equal_name(tables: Sequence[Table]) -> Iterable[ForeignKey]:
             pair = frozenset((table.name, target.name))
             if table is not target and pair not in seen:
                 seen.add(pair)
-                yield ForeignKey(table.name, (name,), target.name, (target_name,), inferred=True)
+                yield ForeignKey(table.name, (name,), target.name, (target_name,), inferred=True), bool(owners)
 
 
 def render_path(path: JoinPath) -> str:

@@ -61,6 +61,11 @@ CREATE TABLE customers(id INTEGER PRIMARY KEY, name TEXT);
 CREATE TABLE categories(category_key INTEGER PRIMARY KEY, name TEXT);
 CREATE TABLE products(productId INT, categoryId INT, shop_code TEXT, name TEXT);
 CREATE TABLE island(x INT);
+-- database guesses
+CREATE TABLE client(client_no INTEGER PRIMARY KEY, town TEXT);
+CREATE TABLE bill(bill_no INTEGER PRIMARY KEY, client_no INT);
+CREATE TABLE item(bill_no INT, town TEXT);
+CREATE TABLE depot(town TEXT, floor INT);
 -- database empty
 CREATE TABLE e(a, b);
 CREATE TABLE f(a PRIMARY KEY, b);
