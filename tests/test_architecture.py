@@ -93,7 +93,8 @@ def test_every_part_of_shared_has_a_floor() -> None:
 def test_heavy_libraries_stay_in_their_places(path: Path) -> None:
     place = path.relative_to(ROOT)
     engine = place.parent == Path("shared/engines") and place.stem not in {"__init__", "base", "scripted", "openai"}
-    if engine or place.parts[0] == "train" or place == Path("scripts/export_merged.py"):
+    heavy_scripts = {Path("scripts/export_merged.py"), Path("scripts/bench/trainer.py")}
+    if engine or place.parts[0] == "train" or place in heavy_scripts:
         return
     wrong = sorted({name for name in imports(path) if name.split(".")[0] in HEAVY})
     assert not wrong, f"{place} imports {wrong}"

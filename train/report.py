@@ -228,7 +228,7 @@ def draw(axes: "Axes", title: str, curves: Curves) -> None:
     axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
     axes.set_xlabel("step")
     axes.grid(alpha=0.25)
-    axes.legend(fontsize="x-small", frameon=False)
+    axes.legend(fontsize="x-small", framealpha=0.85, edgecolor="none")
 
 
 def figure_of(titles: Sequence[str], curves: Curves) -> "Figure":
