@@ -93,7 +93,11 @@ def memory_plan(config: TrainConfig, shape: Shape, ranks: int) -> list[Item]:
         _optimizer(config, shape, master),
     ]
     if config.loss.kl.mode != "off":
-        items.append(Item("reference", n * master, "the frozen start"))
+        if config.loss.kl.offload:
+            # On the device it takes the place of the gradients, which are not there yet.
+            items.append(Item("reference", n * master, "in the host's memory instead", update=False, rollout=False))
+        else:
+            items.append(Item("reference", n * master, "the frozen start"))
     if compute < master:
         items.append(Item("autocast copies", n * compute, "weights in bfloat16 while a forward pass runs"))
     tokens = max(config.loss.micro_batch_tokens, config.rollout.max_tokens)

@@ -76,7 +76,7 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
     parts: dict[str, torch.optim.Optimizer] = {}
     if rest:
         parts["adamw"] = torch.optim.AdamW(
-            rest, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            rest, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=config.fused
         )
     if matrices:
         parts["muon"] = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)

@@ -72,9 +72,8 @@ class Trainer:
         self.policy = accelerator.prepare_model(self.plain)
         self.reference: LogprobModel | None = None
         if reference is not None:
-            self.reference = LogprobModel(
-                reference.to(self.device).eval().requires_grad_(False), config.loss.logprob_chunk
-            )
+            home = torch.device("cpu") if config.loss.kl.offload else self.device
+            self.reference = LogprobModel(reference.to(home).eval().requires_grad_(False), config.loss.logprob_chunk)
         self.optimizers = build_optimizers(self.model, config.optimizer)
         self.loss_settings = LossSettings(
             config.loss.token_constant, config.loss.clip_low, config.loss.clip_high, config.loss.ratio == "sequence"
@@ -115,9 +114,10 @@ class Trainer:
         self.optimizers.set_scale(scale)
         figures: dict[str, float] = {"empty": 0.0, "lr": scale * self.config.optimizer.lr}
         self.model.train(self.config.model.gradient_checkpointing)
+        references = self._offloaded_reference(micro_batches) if self.config.loss.kl.offload else None
         for epoch in range(self.config.loss.inner_epochs):
             self.optimizers.zero_grad()
-            sums = self._accumulate(micro_batches, n_episodes, poll)
+            sums = self._accumulate(micro_batches, n_episodes, poll, references)
             norm = self._clip_gradients()
             if epoch == 0:
                 figures |= _figures(sums) | {"grad_norm": norm, "kl_coefficient": self.kl_coefficient}
@@ -139,9 +139,16 @@ class Trainer:
         return batches + [None] * (largest - len(batches))
 
     def _accumulate(
-        self, micro_batches: Sequence[MicroBatch | None], n_episodes: int, poll: Callable[[], None]
+        self,
+        micro_batches: Sequence[MicroBatch | None],
+        n_episodes: int,
+        poll: Callable[[], None],
+        references: Sequence[Tensor | None] | None = None,
     ) -> StepSums:
-        """Forward and backward over all micro-batches; returns the sums over all ranks."""
+        """Forward and backward over all micro-batches; returns the sums over all ranks.
+
+        `references` has the reference's log-probs for each micro-batch, or is None to compute them here.
+        """
         sums = StepSums()
         ranks = self.accelerator.num_processes
         for index, batch in enumerate(micro_batches):
@@ -152,7 +159,8 @@ class Trainer:
                 if batch is None:
                     self.accelerator.backward(self._idle_loss())
                     continue
-                output = self._loss(batch.to(self.device), n_episodes)
+                known = references[index] if references is not None else None
+                output = self._loss(batch.to(self.device), n_episodes, known)
                 sums.add(output)
                 # DDP averages over ranks, and the loss is already divided by the episodes of all of them.
                 self.accelerator.backward(output.loss * ranks)
@@ -161,10 +169,24 @@ class Trainer:
             merged.merge(part)
         return merged
 
-    def _loss(self, batch: MicroBatch, n_episodes: int) -> LossOutput:
-        reference: Tensor | None = None
+    @torch.no_grad()
+    def _offloaded_reference(self, micro_batches: Sequence[MicroBatch | None]) -> list[Tensor | None]:
+        """The reference's log-probs of every micro-batch; it is on the device only while this runs."""
+        values: list[Tensor | None] = [None] * len(micro_batches)
+        if self.reference is None:
+            return values
+        self.reference.to(self.device)
+        for index, batch in enumerate(micro_batches):
+            if batch is not None:
+                moved = batch.to(self.device)
+                with self.autocast():
+                    values[index] = self.reference(moved.ids, moved.mask)
+        self.reference.to("cpu")
+        return values
+
+    def _loss(self, batch: MicroBatch, n_episodes: int, reference: Tensor | None) -> LossOutput:
         with self.autocast():
-            if self.reference is not None:
+            if self.reference is not None and reference is None:
                 with torch.no_grad():
                     reference = self.reference(batch.ids, batch.mask)
             logprobs = self.policy(batch.ids, batch.mask)

@@ -105,6 +105,13 @@ def test_checkpointing_and_two_inner_epochs_run(tmp_path: Path, model_folder: Pa
     assert lines[1]["kl"] > 0
 
 
+def test_an_offloaded_reference_changes_nothing(tmp_path: Path, model_folder: Path, finished: Path) -> None:
+    lines = finish(tmp_path, model_folder, "loss.kl.offload=true", "steps=3", "planned_steps=5")
+    assert lines[2]["kl"] > 0
+    assert [line["kl"] for line in lines] == [line["kl"] for line in metrics(finished)[:3]]
+    assert_same_run(lines, metrics(finished)[:3])
+
+
 def test_without_kl_no_reference_is_kept(tmp_path: Path, model_folder: Path) -> None:
     lines = finish(tmp_path, model_folder, "steps=1", "loss.kl.mode=off", "optimizer.name=muon")
     assert lines[0]["kl"] == lines[0]["kl_coefficient"] == 0

@@ -73,3 +73,15 @@ def test_state_survives_a_round_trip_and_the_rate_is_the_configs(make_model: Cal
     step(models[1], fresh, 2)
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+def test_fused_steps_are_the_same_to_rounding(make_model: Callable[[], Any]) -> None:
+    plain, fused = make_model(), make_model()
+    for model, config in ((plain, OptimizerConfig(lr=1e-3)), (fused, OptimizerConfig(lr=1e-3, fused=True))):
+        optimizers = build_optimizers(model, config)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1) * (step + 1) + parameter.detach()
+            optimizers.step()
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)

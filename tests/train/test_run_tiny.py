@@ -8,6 +8,7 @@ import pytest
 from shared.errors import SetupError
 from train.model import load_model
 from train.run import main
+from train.selection import read_validation
 from train.tiny import write_base
 
 
@@ -27,6 +28,7 @@ def _config(folder: Path, base: Path) -> list[str]:
         "reward: {group_filter: 'off'}\n"
         "rollout: {questions: 2, candidates: 3, max_turns: 2, max_new_tokens: 24, max_tokens: 600}\n"
         "checkpoint: {every: 1, keep: 1}\n"
+        "validation: {every: 1, benchmark: toy, toy_databases: 2, toy_questions: 4, sample: 2}\n"
     )
     return ["--config", str(path)]
 
@@ -44,7 +46,12 @@ def test_two_steps_and_a_resume(tmp_path: Path, base: Path) -> None:
         assert line["empty"] == 0
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)
     last = tmp_path / "run" / "checkpoint-step-2"
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint*")] == [last.name]
+    validations = read_validation(tmp_path / "run")
+    assert [line["step"] for line in validations] == [0, 1, 2]
+    assert all(line[mode]["questions"] == 2 for line in validations for mode in ("withheld", "full"))
+    # Sampled alike at each step, a random model is right about nothing: the first one stays the best, beside the last.
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint*")) == ["checkpoint-step-1", last.name]
+    assert (tmp_path / "run" / "best").resolve() == tmp_path / "run" / "checkpoint-step-1"
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json", "train_state.pt"):
         assert (last / name).is_file()
 
