@@ -2,7 +2,7 @@
 
 `hf` decodes on the trainer's own model object. `vllm` has a copy of the weights (one engine in each rank, in the
 trainer's process); `SyncedEngine` replaces them whenever the trainer's have changed, with proof, before it takes a
-request.
+request. Not seen running: several ranks with vLLM, a GPU, and sleeping (the tests have one rank on the CPU build).
 """
 
 import os
@@ -83,9 +83,11 @@ def vllm_engine(policy: Policy, trainer: Trainer) -> "SyncedEngine":
     options: dict[str, Any] = {
         "gpu_memory_utilization": settings.gpu_memory,
         "max_num_seqs": config.rollout.concurrency,
-        "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.sleep,
     }
+    if settings.enforce_eager:
+        # Left out, not False: on a CPU the engine's own choice is not to compile.
+        options["enforce_eager"] = True
     if ranks > 1:
         # Each rank's engine stands alone within the process group that torchrun's ranks have made already.
         options["distributed_executor_backend"] = "external_launcher"

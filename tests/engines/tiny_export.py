@@ -32,10 +32,15 @@ def write_export(folder: Path) -> Path:
             parameter.add_((0.1 if parameter.ndim > 1 else 0.01) * torch.randn_like(parameter))
     policy.save_pretrained(checkpoint)
     AutoTokenizer.from_pretrained(base).save_pretrained(checkpoint)
+    export(checkpoint, base, out)
+    return out
+
+
+def export(checkpoint: Path, base: Path, out: Path) -> None:
+    """What `python scripts/export_merged.py` does with these folders."""
     spec = importlib.util.spec_from_file_location("export_merged", ROOT / "scripts" / "export_merged.py")
     assert spec is not None
     assert spec.loader is not None
     export_merged = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(export_merged)
     assert export_merged.main(["--checkpoint", str(checkpoint), "--base", str(base), "--out", str(out)]) == 0
-    return out
