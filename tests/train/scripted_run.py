@@ -8,6 +8,7 @@ import os
 import sqlite3
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from train.model import Policy
 from train.pool import Pool, build_pool
 from train.stopping import StopFlag
 from train.trainer import Trainer
+from train.validation import HeldOut
 
 
 class ScriptedPolicy:
@@ -121,9 +123,14 @@ def make_config(folder: Path, model: Path, overrides: Sequence[str] = ()) -> Tra
 def run(config: TrainConfig, folder: Path, gap: float = 0.0, weights: str = "") -> int:
     """Train (or continue) with the scripted policy; the exit code."""
     stop = StopFlag(config.output)
+    pool = shop_pool(folder)
+    held_out = None
+    if config.validation.every:
+        asked = [replace(example, question_id=f"h{i}") for i, example in enumerate(pool.examples[:5])]
+        held_out = HeldOut("the shop", asked, 60, "key")
     with stop.installed():
         return run_training(
-            config, shop_pool(folder), stop, lambda policy, trainer: ScriptedPolicy(policy, trainer, gap, weights)
+            config, pool, stop, lambda policy, trainer: ScriptedPolicy(policy, trainer, gap, weights), held_out
         )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from tests.train.scripted_run import assert_same_run, metrics
 from train.checkpoint import newest_complete
+from train.selection import read_validation
 from train.stopping import EXIT_REQUEUE
 
 Spawn = Callable[..., subprocess.Popen[str]]
@@ -122,6 +123,24 @@ def test_ranks_change_nothing_but_rounding(
     ours_model, theirs_model = (_weights(folder / "run" / "checkpoint-step-5") for folder in (tmp_path, finished))
     for name, value in theirs_model.items():
         torch.testing.assert_close(ours_model[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
+def test_ranks_share_a_validation_and_agree_on_the_best(tmp_path: Path, model_folder: Path, spawn: Spawn) -> None:
+    more = ("validation.every=2", "validation.benchmark=toy", "checkpoint.every=100", "steps=3")
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        process = spawn(folder, model_folder, *more, ranks=ranks)
+        _, stderr = process.communicate(timeout=300)
+        assert process.returncode == 0, stderr
+        lines = read_validation(folder / "run")
+        assert [line["step"] for line in lines] == [0, 2, 3]
+        assert [line["best"] for line in lines] == [False, True, False], "a script is as right at every step"
+        assert lines[0]["withheld"]["questions"] == 5
+        assert (folder / "run" / "best").resolve() == folder / "run" / "checkpoint-step-2"
+        found.append([(line["score"], line["full"]["calls"]) for line in lines])
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
