@@ -62,11 +62,9 @@ def show_turn(console: Console, view: Mapping[str, Any], number: int, seconds: f
         _print_text(console, view["raw"].rpartition("</think>")[2].strip() or "(nothing)", "")
     for call in view["calls"]:
         _show_call(console, call)
-    for said in (view["problem"], view["request"]):
+    for said, style in ((view["problem"], "yellow"), (view["budget"], "dim"), (view["request"], "yellow")):
         if said:
-            _print_text(console, said, "yellow")
-    if view["budget"]:
-        _print_text(console, view["budget"], "dim")
+            _print_text(console, said, style)
 
 
 def _show_call(console: Console, call: Mapping[str, Any]) -> None:

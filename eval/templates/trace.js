@@ -136,8 +136,8 @@ function turnView(turn, number) {
     turn.calls.map(callView),
     turn.raw !== null ? el("details", { class: "raw", open: turn.closing || !turn.calls.length }, el("summary", {}, "as written"), textBlock(turn.raw)) : null,
     turn.problem ? el("div", { class: "environment" }, textBlock(turn.problem)) : null,
-    turn.request ? el("div", { class: "environment" }, textBlock(turn.request)) : null,
     turn.budget ? el("p", { class: "budget" }, turn.budget) : null,
+    turn.request ? el("div", { class: "environment" }, textBlock(turn.request)) : null,
   );
 }
 
