@@ -7,6 +7,7 @@ or quoted names. It never fails: SQL that SQLite would refuse gets an answer too
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 _TOKEN = re.compile(
     r"""(?P<string>'(?:[^']|'')*'?|"(?:[^"]|"")*"?)"""
@@ -56,6 +57,7 @@ def tokens(sql: str) -> list[Token]:
     return found
 
 
+@lru_cache(maxsize=4096)
 def orders_result(sql: str) -> bool:
     """True when the statement itself has an ORDER BY: not one of a subquery, a window or an aggregate.
 
