@@ -19,7 +19,7 @@ from eval.records import read_episodes
 from eval.run import evaluate, main, question_seed
 from shared.database import Database
 from shared.errors import SetupError
-from shared.sql.sandbox import QueryResult, Sandbox
+from shared.sql.sandbox import Sandbox
 from shared.tools.executor import ToolExecutor
 from shared.tools.protocol import BadCall, Call, ToolResult
 from tests.eval.runs import ENDLESS, GOLDS, SUBMIT_1, arguments, write_questions
@@ -140,13 +140,13 @@ def test_a_gold_too_large_to_keep_runs_again(data: Path, tmp_path: Path, monkeyp
 def test_each_gold_is_examined_once(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_questions(data / "repeated.json", GOLDS * 3)
     queries: list[str] = []
-    query = Sandbox.query
+    query_many = Sandbox.query_many
 
-    def counted(self: Sandbox, database: Database, sql: str, *rest: Any, **more: Any) -> QueryResult:
-        queries.append(sql)
-        return query(self, database, sql, *rest, **more)
+    def counted(self: Sandbox, database: Database, statements: Sequence[str], *rest: Any, **more: Any) -> Any:
+        queries.extend(statements)
+        return query_many(self, database, statements, *rest, **more)
 
-    monkeypatch.setattr(Sandbox, "query", counted)
+    monkeypatch.setattr(Sandbox, "query_many", counted)
     said = ("--engine", "canned", "--turn", SUBMIT_1, "--gold-cache", str(tmp_path / "cache"))
     for name, options, times in (("once", ["--no-audit", "--no-cache"], 1), ("audit", [], 3), ("again", [], 0)):
         queries.clear()
