@@ -116,8 +116,8 @@ def _prepare_hf(config: EvalConfig) -> Prepared:
 def _prepare_vllm(config: EvalConfig) -> Prepared:
     if config.device is not None:
         raise SetupError("--device belongs to --engine hf: vLLM runs where it was built for")
-    folder = _model_folder(config)
     options = parse_options(config.engine_option)
+    folder = _model_folder(config)
     from shared.engines import tokenizer, vllm
 
     versions = vllm.library_versions()

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from eval.config import parse_arguments
+from eval.engines import parse_options, prepare_engine
 from shared.errors import SetupError
 from tests.engines.vllm_here import ENVIRONMENT, need_vllm
 
@@ -164,6 +166,23 @@ def test_episodes_have_the_same_books_as_with_any_engine(scenes: dict[str, Any],
     assert sum(found) / len(found) < MEAN_DIFFERENCE
 
 
+def test_an_evaluation_runs_from_end_to_end(scenes: dict[str, Any]) -> None:
+    summary = scenes["evaluation"]
+    assert (summary["n"], summary["mean_turns"]) == (3, 3.0)
+    assert summary["identity"]["engine"] == "vllm"
+    assert summary["identity"]["model_sha256"] == scenes["sha256"]
+    assert summary["identity"]["versions"]["vllm"] == scenes["versions"]["vllm"]
+
+
+def test_what_vllm_refuses_is_one_line(scenes: dict[str, Any]) -> None:
+    length, argument = scenes["unfit"]
+    for message in (length, argument):
+        assert message.startswith("vLLM cannot load ")
+        assert "\n" not in message
+    assert "max_model_len (10000000)" in length
+    assert "no_such_argument" in argument
+
+
 def test_nothing_is_reported_to_anybody(scenes: dict[str, Any], home: Path) -> None:
     assert scenes["outward"] == []
     assert scenes["environment"] == {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
@@ -173,6 +192,55 @@ def test_nothing_is_reported_to_anybody(scenes: dict[str, Any], home: Path) -> N
 def test_the_process_keeps_its_cores_and_says_its_versions(scenes: dict[str, Any]) -> None:
     assert scenes["same_cores"]
     assert set(scenes["versions"]) == {"vllm", "torch", "transformers"}
+
+
+def test_tests_of_a_group_run_in_one_worker(request: pytest.FixtureRequest) -> None:
+    """Otherwise each worker would load the model for itself: so it was with pytest 9.2 and xdist 3.8, without a word."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("not run in groups")
+    assert request.node.nodeid.endswith("@vllm")
+
+
+@pytest.mark.parametrize(
+    ("config", "linear"),
+    [
+        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, True),
+        ({"layer_types": ["linear_attention"]}, True),
+        ({"layer_types": ["full_attention"]}, False),
+        ({"model_type": "llama", "layer_types": None}, False),
+        (None, False),
+    ],
+)
+def test_linear_attention_is_read_off_the_config(tmp_path: Path, config: Any, linear: bool) -> None:
+    from shared.engines import vllm
+
+    (tmp_path / "config.json").write_text("{" if config is None else json.dumps(config))
+    assert vllm._has_linear_attention(tmp_path) is linear
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "vllm", "--engine-option", "x"], "is not NAME=VALUE"),
+        (["--engine", "vllm", "--engine-option", "a=1", "--engine-option", "a=2"], "is not NAME=VALUE with a new name"),
+        (["--engine", "vllm", "--engine-option", "a=["], "the value is not YAML"),
+        (["--engine", "hf", "--engine-option", "a=1"], "belongs to --engine vllm"),
+        (["--engine", "vllm", "--device", "cpu"], "belongs to --engine hf"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        prepare_engine(parse_arguments([*options, "--questions", "q.json", "--databases", "d"]))
+
+
+def test_engine_options_are_read_as_yaml() -> None:
+    assert parse_options(["a=1", "b=false", "c=0.5", "d=x=y", "e={f: [1]}"]) == {
+        "a": 1,
+        "b": False,
+        "c": 0.5,
+        "d": "x=y",
+        "e": {"f": [1]},
+    }
 
 
 def test_without_vllm_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,21 +14,23 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from eval import run
 from eval.config import parse_arguments
-from eval.engines import prepare_engine
+from eval.engines import Prepared, prepare_engine
 from shared.data.example import Example
 from shared.database import Database
 from shared.engines.base import Completion, Engine, Request, SamplingParams
+from shared.engines.vllm import VLLMEngine
 from shared.episode import EpisodeConfig
+from shared.errors import SetupError
 from shared.runner import Task, run_episodes
 from shared.sql.sandbox import Sandbox
 
 MAX_LEN = 4096
 VOCABULARY = 400
 JSON = dict[str, Any]
-
-
 OUTWARD: list[str] = []
 _connect = socket.socket.connect
 
@@ -45,9 +47,11 @@ def main(model: Path, out: Path) -> None:
     socket.socket.connect = _noting  # type: ignore[method-assign,assignment]
     affinity = os.sched_getaffinity(0)
     config = parse_arguments(["--engine", "vllm", "--model", str(model), "--max-tokens", str(MAX_LEN)])
+    unfit = unfit_settings(model)
     prepared = prepare_engine(config)
     engine = prepared.load()
     found: JSON = {
+        "unfit": unfit,
         "versions": dict(prepared.versions),
         "sha256": prepared.sha256,
         "sessions": sessions(engine),
@@ -58,8 +62,8 @@ def main(model: Path, out: Path) -> None:
         "aborted": aborted(engine),
         "refused": refused(engine),
         "episodes": episodes(engine, prepared.codec),
+        "evaluation": evaluation(engine, prepared, model, out.parent),
     }
-    engine.close()
     found["outward"] = OUTWARD
     found["same_cores"] = os.sched_getaffinity(0) == affinity
     found["environment"] = {key: value for key, value in os.environ.items() if "TRACK" in key or "USAGE" in key}
@@ -160,13 +164,41 @@ def refused(engine: Engine) -> list[str]:
     return messages
 
 
+def unfit_settings(model: Path) -> list[str]:
+    """What vLLM says of settings that no model can have, as the user reads it."""
+    messages = []
+    for settings in ({"max_model_len": 10**7}, {"no_such_argument": 1}):
+        try:
+            VLLMEngine(model, **settings)
+        except SetupError as error:
+            messages.append(str(error))
+    return messages
+
+
+def write_database(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.executescript("CREATE TABLE item (id INTEGER, name TEXT); INSERT INTO item VALUES (1, 'ant');")
+    connection.close()
+
+
+def evaluation(engine: Engine, prepared: Prepared, model: Path, folder: Path) -> JSON:
+    """A whole evaluation with the loaded engine, which it closes."""
+    (folder / "databases" / "shop").mkdir(parents=True)
+    write_database(folder / "databases" / "shop" / "shop.sqlite")
+    questions = [{"db_id": "shop", "question": f"Question {i}?", "query": "SELECT name FROM item"} for i in range(3)]
+    (folder / "questions.json").write_text(json.dumps(questions))
+    where = ["--questions", str(folder / "questions.json"), "--databases", str(folder / "databases")]
+    budget = ["--max-turns", "2", "--max-new-tokens", "12", "--max-tokens", str(MAX_LEN)]
+    config = parse_arguments([*where, *budget, "--engine", "vllm", "--model", str(model), "--out", str(folder / "run")])
+    with patch.object(run, "prepare_engine", lambda _: dataclasses.replace(prepared, load=lambda: engine)):
+        return run.evaluate(config)
+
+
 def episodes(engine: Engine, codec: Any) -> list[JSON]:
     """Whole episodes through the runner."""
     with tempfile.TemporaryDirectory() as folder, Sandbox(workers=1) as sandbox:
         path = Path(folder) / "shop.sqlite"
-        connection = sqlite3.connect(path)
-        connection.executescript("CREATE TABLE item (id INTEGER, name TEXT); INSERT INTO item VALUES (1, 'ant');")
-        connection.close()
+        write_database(path)
         examples = [Example(f"q{i}", "shop", f"Question {i}?", "SELECT 1", Database("shop", path)) for i in range(5)]
         config = EpisodeConfig(mode="full", max_turns=3, max_new_tokens=16, max_tokens=MAX_LEN)
         tasks = [Task(example, seed=i) for i, example in enumerate(examples)]
