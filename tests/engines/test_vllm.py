@@ -195,7 +195,7 @@ def test_the_process_keeps_its_cores_and_says_its_versions(scenes: dict[str, Any
 
 
 def test_tests_of_a_group_run_in_one_worker(request: pytest.FixtureRequest) -> None:
-    """Otherwise each worker would load the model for itself: so it was with pytest 9.2 and xdist 3.8, without a word."""
+    """Otherwise each worker would load the model for itself, as with pytest 9.2 and xdist 3.8, without a word."""
     if not getattr(request.config.option, "loadgroup", False):
         pytest.skip("not run in groups")
     assert request.node.nodeid.endswith("@vllm")
