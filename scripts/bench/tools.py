@@ -286,8 +286,7 @@ def main() -> int:
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     versions = f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {platform.machine()}"
-    print(f"{versions}; CPU time on one core.
-")
+    print(f"{versions}; CPU time on one core.\n")
     print("| tool | calls/s | µs a call | floor, µs | over the floor | LangChain, µs | we are faster by |")
     print("|---|---|---|---|---|---|---|")
     with Sandbox() as sandbox:
