@@ -94,12 +94,12 @@ phase "base model" fresh "$run/base" python -m train.tiny --out "$run/base" --se
 
 # Supervised, on traces that are imperfect on purpose: the model learns the protocol, not yet when to look.
 phase "warm start" fresh "$run/warm" python -m train.warmstart --config configs/demo_warmstart.yaml \
-    "output=$run/warm" "model.path=$run/base" "seed=$seed" ${quick:+steps=20}
+    "output=$run/warm" "model.path=$run/base" "seed=$seed" ${quick:+steps=20 databases=40 questions=400}
 phase "evaluation before GRPO" evaluate "$run/warm" "$run/before"
 
 # The recipe of the real run at toy size. Interrupted, it continues from its newest checkpoint.
 phase "GRPO" python -m train.run --config configs/demo.yaml \
-    "output=$run/grpo" "model.path=$run/warm" "seed=$seed" ${quick:+steps=2}
+    "output=$run/grpo" "model.path=$run/warm" "seed=$seed" ${quick:+steps=2 data.toy_databases=20 data.toy_questions=200}
 phase "evaluation after GRPO" evaluate "$(newest_checkpoint)" "$run/after"
 python -m eval.compare "$run/before" "$run/after" --json >"$run/compare.json"
 

@@ -1,4 +1,4 @@
-"""The demo's front door (what it refuses before it makes anything) and its last page. The demo is its own test."""
+"""The demo's front door (what it refuses), its last page, and, marked slow, a few steps of everything."""
 
 import importlib.util
 import json
@@ -107,3 +107,22 @@ def test_answers_to_different_questions_are_no_comparison(tmp_path: Path) -> Non
     run = finished_demo(tmp_path / "demo", ["SELECT 1"])
     with pytest.raises(SetupError, match="different questions"):
         demo_report.main([str(run)])
+
+
+@pytest.mark.slow
+def test_a_few_steps_of_everything() -> None:
+    """The wiring from the toy data to the export's answers; whether it learns is for the demo itself to show."""
+    if not (ROOT / ".venv" / ".stamp").exists():
+        pytest.skip("the demo runs in .venv, which scripts/test.sh makes")
+    run = ROOT / "runs" / "demo-seed999999999-quick"
+    shutil.rmtree(run, ignore_errors=True)
+    try:
+        command = ["bash", "scripts/demo.sh", "--quick", "--seed", "999999999"]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        assert result.returncode == 0, result.stdout + result.stderr
+        comparison = json.loads((run / "compare.json").read_text())
+        assert {"n", "b", "c", "p", "delta", "ci"} <= set(comparison)
+        assert comparison["n"] == 60
+        assert "token by token, on all 60 questions" in (run / "report.txt").read_text()
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
