@@ -2,12 +2,9 @@
 
 import json
 import os
-import random
-import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,59 +160,6 @@ def test_no_submission_scores_0_even_when_gold_is_empty(data: Path, tmp_path: Pa
         0.0,
         {"no_answer": 1},
     )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_killed_run_goes_on_to_the_same_files(data: Path, tmp_path: Path, seed: int) -> None:
-    run(data, tmp_path / "whole")
-    run(data, tmp_path / "killed")
-    killed = tmp_path / "killed"
-    (killed / "summary.json").unlink()
-    lines = (killed / "episodes.jsonl").read_bytes().splitlines(keepends=True)
-    rng = random.Random(seed)
-    rng.shuffle(lines)
-    content = b"".join(lines)
-    (killed / "episodes.jsonl").write_bytes(content[: rng.randrange(len(content))])
-    with pytest.raises(SetupError, match="differs in seed"):
-        run(data, killed, "--seed", "1")
-    run(data, killed, "--workers", "1")
-    assert files(killed) == files(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_kill_9_at_random_moments(data: Path, tmp_path: Path) -> None:
-    write_questions(data / "many.json", GOLDS * 25)
-    run(data, tmp_path / "whole", questions="many.json")
-    command = [sys.executable, "-m", "eval.run", *arguments(data, tmp_path / "killed", questions="many.json")]
-    rng, kills = random.Random(0), 0
-    for _ in range(20):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.3, 1.2))
-        if process.poll() is not None:
-            break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += 1
-    else:
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert kills >= 3
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
-def test_ctrl_c_keeps_what_is_done(data: Path, tmp_path: Path) -> None:
-    write_questions(data / "slow.json", GOLDS)
-    query = json.dumps({"tool": "run_query", "args": {"sql": ENDLESS}})
-    more = ("--engine", "canned", "--turn", query, "--concurrency", "1", "--workers", "1")
-    command = [sys.executable, "-m", "eval.run", *arguments(data, tmp_path / "out", *more, questions="slow.json")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "out" / "run.json").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "run again to go on" in errors
-    assert not (tmp_path / "out" / "summary.json").exists()
 
 
 def test_seeds_belong_to_questions() -> None:
