@@ -101,7 +101,15 @@ def test_heavy_libraries_stay_in_their_places(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["shared.tools.protocol", "shared.tools.executor", "shared.sql.results", "eval.stats", "eval.scorers"]
+    "name",
+    [
+        "shared.tools.protocol",
+        "shared.tools.executor",
+        "shared.sql.results",
+        "eval.stats",
+        "eval.scorers",
+        "eval.served",
+    ],
 )
 def test_light_modules_import_fast_and_without_torch(name: str) -> None:
     code = (
