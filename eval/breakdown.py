@@ -1,12 +1,10 @@
 """Accuracy with its uncertainty, over all of a run's episodes and over groups of them."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from eval.measures import Record, length_quantiles
-from eval.stats import paired_bootstrap
+from eval.stats import paired_bootstrap, wilson
 
 LEVEL = 0.95
 _LEVELS = ("simple", "moderate", "challenging", "easy", "medium", "hard", "extra")
@@ -28,24 +26,6 @@ class Accuracy:
     high: float
     strict: float | None
     fair: float | None = None
-
-
-def wilson(successes: int, n: int, level: float = LEVEL) -> tuple[float, float]:
-    """Wilson's score interval of a proportion: sensible at 0, at 1 and for small n.
-
-        (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
-
-    >>> [round(bound, 4) for bound in wilson(4, 87)]
-    [0.018, 0.1123]
-    """
-    if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"no proportion: {successes} of {n}")
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    p = successes / n
-    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
-    # Exact at the ends, where rounding would leave 1e-17 or 0.9999….
-    return (0.0 if successes == 0 else low, 1.0 if successes == n else high)
 
 
 def accuracy(label: str, records: Sequence[Record]) -> Accuracy | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from eval.stats import paired_bootstrap
+from eval.stats import paired_bootstrap, wilson
 
 Record = Mapping[str, Any]
 VOTE_RULE = (
@@ -89,8 +89,8 @@ def _right(record: Record, metric: str) -> float:
 def summarize_samples(records: Sequence[Record], *, seed: int = 0) -> dict[str, Any]:
     """The figures of a run over its samples, as JSON. With one sample a question there is no vote and no flip rate.
 
-    The interval is a bootstrap over questions, a question with all its samples; `per_sample` is the official score of
-    each sample number over the questions it was scored on.
+    The interval is over questions, a question with all its samples; `per_sample` is the official score of each sample
+    number over the questions it was scored on.
     """
     groups = by_question(records)
     k = len({int(record["sample"]) for record in records})
@@ -114,8 +114,12 @@ def summarize_samples(records: Sequence[Record], *, seed: int = 0) -> dict[str, 
 
 
 def _interval(values: Sequence[float], seed: int) -> dict[str, Any]:
+    """Wilson's where every question is right or wrong, which has a width at 0 and 1 too; else a bootstrap."""
+    if set(values) <= {0.0, 1.0}:
+        return {"ci": list(wilson(round(sum(values)), len(values))), "interval": "wilson"}
     interval = paired_bootstrap(values, seed=seed)
-    return {"ci": [interval.low, interval.high], "bootstrap": {"resamples": interval.resamples, "seed": interval.seed}}
+    name = f"bootstrap over questions, {interval.resamples} resamples, seed {interval.seed}"
+    return {"ci": [interval.low, interval.high], "interval": name}
 
 
 def _summarize_votes(found: Sequence[Vote], seed: int) -> dict[str, Any]:

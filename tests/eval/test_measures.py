@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from scipy.stats import binomtest
 
-from eval.breakdown import accuracy, by_difficulty, wilson
+from eval.breakdown import accuracy, by_difficulty
 from eval.measures import (
     CLASSES,
     TIERS,
@@ -20,6 +20,7 @@ from eval.measures import (
     tier,
 )
 from eval.preview import CELL_CHARACTERS, SHOWN_ROWS, preview, row_difference, shown_results
+from eval.stats import wilson
 from shared.sql.sandbox import BadText, QueryResult
 from tests.eval.runs import record
 
