@@ -16,7 +16,7 @@ ENVIRONMENT = {
 
 
 def need_vllm() -> None:
-    """Skip where vLLM is not installed; that is a failure in continuous integration, where test.sh adds its CPU build."""
+    """Skip where vLLM is not installed; fail in continuous integration, where test.sh adds its CPU build."""
     if importlib.util.find_spec("vllm") is not None:
         return
     reason = "vllm is not installed: bash scripts/test.sh adds its CPU build where torch has no accelerator"
