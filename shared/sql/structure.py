@@ -6,6 +6,7 @@ Nothing here raises for any text: model output is untrusted, and a question's go
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import sqlglot
@@ -29,6 +30,7 @@ class JoinStructure:
     joins: tuple[tuple[str, str], ...]
 
 
+@lru_cache(maxsize=16_384)
 def gold_length(sql: str) -> int:
     """Number of sqlglot tokens of the query in SQLite's dialect: the length that the curriculum ranks by.
 
