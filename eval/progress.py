@@ -122,7 +122,7 @@ def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
     means = ("mean_turns", "mean_calls", "mean_tokens")
     console.print("  ".join(f"{key.removesuffix('_rate')} {_figure(summary[key])}" for key in rates))
     console.print("  ".join(f"{key.replace('_', ' ')} {_figure(summary[key], 1)}" for key in means))
-    for line in [*_sample_lines(summary["samples"]), *_gold_lines(summary["gold"])]:
+    for line in [*_served_lines(identity), *_sample_lines(summary["samples"]), *_gold_lines(summary["gold"])]:
         console.print(line, markup=False, soft_wrap=True)
     if summary["excluded"]:
         console.print(f"{len(summary['excluded'])} of {summary['n_episodes']} episodes have no verdict:")
@@ -143,6 +143,19 @@ def _score_row(label: str, n: int, scores: Mapping[str, Any], ci: Sequence[float
         _figure(scores["strict"]),
         _figure(scores.get("fair")),
     ]
+
+
+def _served_lines(identity: Mapping[str, Any]) -> list[str]:
+    """How a server was asked, and what a token is when its own stay unknown."""
+    settings = identity.get("engine_settings", {})
+    if "endpoint" not in settings:
+        return []
+    line = f"{settings['served_model']} was sent {settings['prompts']} through {settings['endpoint']}"
+    if "tokens" in settings:
+        line += f"; tokens above are {settings['tokens']}"
+    if settings.get("not_applied"):
+        line += f"; the server does not take {', '.join(settings['not_applied'])}"
+    return [line]
 
 
 def _sample_lines(samples: Mapping[str, Any]) -> Iterator[str]:

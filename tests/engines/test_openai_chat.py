@@ -11,6 +11,7 @@ import pytest
 
 from eval import served
 from eval.config import EvalConfig, parse_arguments
+from eval.progress import print_summary
 from eval.records import read_episodes
 from eval.run import evaluate
 from eval.served import MessagesCodec, connect
@@ -94,7 +95,9 @@ def test_an_oracle_behind_a_chat_endpoint_scores_one(data: Path, tmp_path: Path)
     assert second["messages"][3]["content"].endswith("answer]\n</tool_response>")
 
 
-def test_a_strict_server_gets_openai_parameters_only(data: Path, tmp_path: Path) -> None:
+def test_a_strict_server_gets_openai_parameters_only(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def strict(body: JSON) -> Answer:
         unknown = sorted(set(body) - {"model", "messages", "max_tokens", "temperature", "top_p", "seed"})
         return (400, {"error": {"message": f"unknown {unknown}"}}) if unknown else oracle(body)
@@ -103,6 +106,10 @@ def test_a_strict_server_gets_openai_parameters_only(data: Path, tmp_path: Path)
         summary = evaluate(config_of(data, fake, tmp_path / "out"))
     assert summary["official"] == 1.0
     assert summary["identity"]["engine_settings"]["not_applied"] == ["top_k", "enable_thinking"]
+    print_summary(summary, tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "m was sent messages through /v1/chat/completions; tokens above are bytes of text" in said
+    assert "the server does not take top_k, enable_thinking" in said
 
 
 def test_a_model_that_does_not_think_gets_its_turn_back_as_it_was(data: Path, tmp_path: Path) -> None:
