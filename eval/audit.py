@@ -77,6 +77,7 @@ def _figures(config: EvalConfig, questions: Questions, book: Book) -> dict[str, 
         "shapes": {shape: sum(gold.shape == shape for gold in usable) for shape in ("rows", *_TRIVIAL)},
         "undecodable": sum(gold.undecodable for gold in usable),
         "ceiling": _ceiling(golds),
+        "gold_queries": _gold_queries(questions),
         "rules": {
             **{flag: rule.doc for flag, rule in RULES.items()},
             "slow": SLOW_RULE,
@@ -90,17 +91,19 @@ def _figures(config: EvalConfig, questions: Questions, book: Book) -> dict[str, 
 
 
 def _ceiling(golds: Sequence[Gold]) -> dict[str, Any]:
-    """What gold as prediction scores: here, over the usable golds, and upstream, over all, where a gold that fails or
-    returns undecodable text scores 0. A gold query that its own tables refuse is no answer that scores."""
+    """What gold as prediction scores, its second run held against its first: here, over the usable golds; as upstream
+    counts, over all golds, where one that fails or returns text which is not UTF-8 scores 0."""
     usable = [gold for gold in golds if gold.usable]
-    passing = [gold for gold in usable if "gold_mismatch" not in gold.flags]
-    upstream = [gold for gold in passing if not gold.undecodable]
     return {
         "n": len(usable),
-        "official": len(passing) / len(usable) if usable else None,
+        "official": sum(gold.repeats for gold in usable) / len(usable) if usable else None,
         "n_upstream": len(golds),
-        "upstream": len(upstream) / len(golds),
+        "upstream": sum(gold.repeats and not gold.undecodable for gold in usable) / len(golds),
     }
+
+
+def _gold_queries(questions: Questions) -> int:
+    return sum(bool(example.gold_sql.strip()) for example in questions.examples)
 
 
 def render(figures: Mapping[str, Any], console: Console) -> None:
@@ -131,21 +134,30 @@ def render(figures: Mapping[str, Any], console: Console) -> None:
     }.items():
         if ids:
             more = f" … and {len(ids) - _LISTED} more" if len(ids) > _LISTED else ""
-            console.print(f"{name}: {', '.join(ids[:_LISTED])}{more}", markup=False)
+            console.print(f"{name}: {', '.join(ids[:_LISTED])}{more}", markup=False, soft_wrap=True)
     for reason, count in figures["left_out"].items():
-        console.print(f"{count} questions left out: {reason}", markup=False)
+        console.print(f"{count} questions left out: {reason}", markup=False, soft_wrap=True)
     shapes = figures["shapes"]
     trivial = ", ".join(f"{shapes[shape]} {shape.replace('_', ' ')}" for shape in _TRIVIAL)
     console.print(
         f"{figures['distinct_golds']} distinct golds; of {figures['usable']} usable: {trivial}; "
         f"{figures['undecodable']} return text that is not UTF-8",
         markup=False,
+        soft_wrap=True,
     )
+    if mismatched := figures["flagged"].get("gold_mismatch"):
+        passing = figures["gold_queries"] - len(mismatched)
+        console.print(
+            f"gold queries that pass the gold tables: {passing} of {figures['gold_queries']}",
+            markup=False,
+            soft_wrap=True,
+        )
     official = "-" if ceiling["official"] is None else f"{ceiling['official']:.4f}"
     console.print(
         f"gold as prediction: {official} over the {ceiling['n']} usable golds; "
         f"{ceiling['upstream']:.4f} over all {ceiling['n_upstream']} as upstream counts",
         markup=False,
+        soft_wrap=True,
     )
 
 
@@ -180,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
     write_json(folder / AUDIT, figures)
     console = Console(file=sys.stdout, highlight=False)
     render(figures, console)
-    console.print(f"written to {folder / AUDIT}", markup=False)
+    console.print(f"written to {folder / AUDIT}", markup=False, soft_wrap=True)
     return 1 if figures["usable"] < figures["questions"] else 0
 
 

@@ -68,7 +68,7 @@ class Gold:
     """How a gold query ran. `shape` tells apart results that a degenerate answer would match.
 
     `status` is "ok" or a key of RULES, `flags` are all keys that hold. `ties_checked` is False where that was tried
-    and could not be done.
+    and could not be done, `repeats` where gold as prediction does not score: its second run gave another set of rows.
     """
 
     status: str
@@ -78,6 +78,7 @@ class Gold:
     undecodable: bool = False
     flags: tuple[str, ...] = field(default=())
     ties_checked: bool = True
+    repeats: bool = True
 
     @property
     def usable(self) -> bool:
@@ -94,7 +95,9 @@ class Gold:
         return cls(**{**data, "flags": tuple(data["flags"])})
 
 
-def describe(result: QueryResult, flags: tuple[str, ...] = (), *, ties_checked: bool = True) -> Gold:
+def describe(
+    result: QueryResult, flags: tuple[str, ...] = (), *, ties_checked: bool = True, repeats: bool = True
+) -> Gold:
     """What an executed gold is good for, given what further runs have shown (`flags`)."""
     if result.outcome != "ok" or result.truncated:
         status = _FAILED.get("limit" if result.outcome == "ok" else result.outcome, "gold_error")
@@ -103,7 +106,8 @@ def describe(result: QueryResult, flags: tuple[str, ...] = (), *, ties_checked: 
     found = {flag for flag in flags if flag != "gold_empty"} | ({"gold_empty"} if shape == "empty" else set())
     ordered = tuple(key for key in RULES if key in found)
     undecodable = has_undecodable(result)
-    return Gold(ordered[0] if ordered else OK, "", len(result.rows), shape, undecodable, ordered, ties_checked)
+    status = ordered[0] if ordered else OK
+    return Gold(status, "", len(result.rows), shape, undecodable, ordered, ties_checked, repeats)
 
 
 def shape_of(result: QueryResult) -> Shape:

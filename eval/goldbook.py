@@ -149,7 +149,7 @@ class GoldBook:
         if kept is not None:
             return gold, kept
         result = execute(self._sandbox, example.database, example.gold_sql, self._limits)
-        gold = describe(result, gold.flags, ties_checked=gold.ties_checked)
+        gold = describe(result, gold.flags, ties_checked=gold.ties_checked, repeats=gold.repeats)
         if gold.usable:
             with self._lock:
                 self._keep(key, result)
@@ -205,7 +205,7 @@ def examine_many(
             gold = Gold(again.status, f"in its second run: {again.message}", flags=again.flags)
             examined[i] = Examined(gold, None, examined[i].seconds)
         elif not official_equal(firsts[i].rows, second.rows):
-            examined[i] = replace(examined[i], gold=describe(firsts[i], ("gold_clock",)))
+            examined[i] = replace(examined[i], gold=describe(firsts[i], ("gold_clock",), repeats=False))
         if "gold_clock" not in examined[i].gold.flags and examined[i].result is not None:
             still.append(i)
     for i, varied in zip(still, _variations(sandbox, database, golds, firsts, still, limits), strict=True):

@@ -91,6 +91,15 @@ def test_five_golds_that_public_reports_tell_of(shop: Path, tmp_path: Path) -> N
     assert (tmp_path / "1" / "episodes.jsonl").read_bytes() == (tmp_path / "16" / "episodes.jsonl").read_bytes()
 
 
+def test_gold_as_prediction_is_its_second_run(shop: Path, tmp_path: Path) -> None:
+    golds = [("shop", sql, "") for sql in ("SELECT random()", "SELECT 1", "SELECT CAST(x'ff' AS TEXT)", "SELECT nope")]
+    write_questions(tmp_path / "questions.json", golds)
+    where = ["--questions", str(tmp_path / "questions.json"), "--databases", str(shop / "databases")]
+    figures = audit(parse_audit(where))
+    assert figures["ceiling"] == {"n": 3, "official": pytest.approx(2 / 3), "n_upstream": 4, "upstream": 0.25}
+    assert figures["undecodable"] == 1
+
+
 def test_flags_can_be_left_out_by_name(shop: Path, tmp_path: Path) -> None:
     argv = arguments(shop, tmp_path / "out", "--gold-seconds", "1", "--exclude", "gold_tie", "--exclude", "gold_clock")
     summary = evaluate(parse(argv))

@@ -80,7 +80,7 @@ def test_the_audit_runs_gold_queries_and_judges_nobody_by_them(data: Path) -> No
         "local329": "gold_mismatch",
     }
     assert entries["local329"]["message"] == "gold query: matches no gold table"
-    assert (figures["usable"], figures["ceiling"]["official"]) == (4, 0.75)
+    assert (figures["usable"], figures["ceiling"]["official"], figures["gold_queries"]) == (4, 1.0, 2)
 
 
 def test_the_subset_is_part_of_what_a_run_is(data: Path, tmp_path: Path) -> None:
