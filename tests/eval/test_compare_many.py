@@ -68,7 +68,8 @@ def test_the_matrix_as_text(tmp_path: Path) -> None:
     assert "C is better" in text
     assert "below the noise floor" in text
     assert text.count("\n  a  ") == 6
-    assert max(map(len, text.splitlines())) < 200
+    # The folders' own names are as long as they are.
+    assert max(map(len, text.replace(str(tmp_path), "").splitlines())) < 200
     assert names(28)[-3:] == ["Z", "AA", "AB"]
 
 
