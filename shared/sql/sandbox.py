@@ -295,6 +295,7 @@ class Sandbox:
                         return worker
                     worker.kill()
                     self._started -= 1
+                    self._changed.notify()
                 if self._started < self.workers:
                     self._started += 1
                     break
