@@ -150,10 +150,13 @@ def warm_start(config: WarmStartConfig) -> Path:
     torch.manual_seed(config.seed)
     model = load_model(config.model)
     fit(model, traces, config)
-    scratch = config.output.with_name(f"{config.output.name}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    save_policy(Policy(model, tokenizer, codec), scratch)
-    os.replace(scratch, config.output)
+    try:
+        scratch = config.output.with_name(f"{config.output.name}.tmp")
+        shutil.rmtree(scratch, ignore_errors=True)
+        save_policy(Policy(model, tokenizer, codec), scratch)
+        os.replace(scratch, config.output)  # an output folder is complete or absent
+    except OSError as error:
+        raise SetupError(f"output: {config.output} cannot be written: {error}; give another folder") from error
     return config.output
 
 
