@@ -139,20 +139,24 @@ def test_the_order_of_loading_does_not_reorder_the_pool() -> None:
 
 
 def test_full_size_pool_is_drawn_in_time_and_memory() -> None:
-    """1.4 million questions: under 50 ms a draw and under 200 MB."""
+    """1.4 million questions: under 200 MB, and faster than Gumbel top-k written plainly (some 20 ms a draw)."""
     lengths = np.random.default_rng(0).integers(5, 400, 1_400_000)
     tracemalloc.start()
     q = quantile_ranks(lengths)
     draw(q, 18, seed=0, step=0, settings=RECIPE)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    seconds = []
-    for step in range(5):
+    assert peak < 200e6
+    # Beside the textbook way on the same pool and in the same minute: seconds mean nothing on a busy machine.
+    ours, textbook = [], []
+    for step in range(7):
         start = time.perf_counter()
         draw(q, 18, seed=1, step=step, settings=RECIPE)
-        seconds.append(time.perf_counter() - start)
-    assert peak < 200e6
-    assert min(seconds) < 0.05
+        ours.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        np.argpartition(-np.random.default_rng(step).gumbel(size=len(q)), 18)[:18]
+        textbook.append(time.perf_counter() - start)
+    assert min(ours) < min(textbook), "a draw is faster than plain Gumbel noise and a partition"
 
 
 def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
