@@ -1,6 +1,9 @@
 """A model folder through eval.run: a tiny model with random weights, so only the path is judged, not the score."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +119,40 @@ def test_a_model_is_asked_live(data: Path, model: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "turn 1: 8 tokens" in said
     assert "closing turn" in said
+
+
+# Runs eval.run's main with every way out of the machine recorded in a file, then refused or left hanging.
+TRAPPED = """
+import runpy, socket, sys, time
+attempts, hang = sys.argv[1], sys.argv[2] == "hang"
+def trap(target):
+    open(attempts, "a").write(repr(target) + "\\n")
+    if hang:
+        time.sleep(600)
+    raise OSError(f"no way out to {target}")
+def guarded(original):
+    def connect(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            trap(address)
+        return original(self, address)
+    return connect
+socket.socket.connect = guarded(socket.socket.connect)
+socket.socket.connect_ex = guarded(socket.socket.connect_ex)
+socket.getaddrinfo = lambda host, *rest, **named: trap(host)
+sys.argv = ["eval.run", *sys.argv[3:]]
+runpy.run_module("eval.run", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("mode", ["raise", "hang"])
+def test_an_evaluation_never_reaches_for_the_network(data: Path, tmp_path: Path, model: Path, mode: str) -> None:
+    attempts, home = tmp_path / "attempts", tmp_path / "home"
+    home.mkdir()
+    # Without the variable that the other tests set, without proxies or caches: a plain user's environment.
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1"}
+    options = arguments(data, tmp_path / "out", *SHORT, "--model", str(model))
+    command = [sys.executable, "-c", TRAPPED, str(attempts), mode, *map(str, options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not attempts.exists(), attempts.read_text()
+    assert (tmp_path / "out" / "summary.json").is_file()
