@@ -7,9 +7,9 @@ checkpoints (`model.language_model.…`, `model.visual.…`, and the 15 tensors 
 tied, so no `lm_head`), generation_config.json with both stop ids, the two preprocessor files, the tokenizer and
 its chat template. The vision tower and the MTP head are random and stay so; they are there to be carried along.
 
-Layouts: `canonical` is Qwen3.5's own, three gated-delta layers before each full-attention layer; `demo` has one
-gated-delta and one full-attention layer and is the one that learns within minutes on a CPU. How the layers are
-initialised matters more than their number, see `initialise`.
+Layouts: `canonical` is Qwen3.5's own, three gated-delta layers before each full-attention layer; `demo` has one of
+each. Both learn on a CPU, as well as each other, the demo's in half the time: how the layers are initialised matters
+more than their number, see `initialise`.
 """
 
 import argparse
