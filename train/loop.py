@@ -238,6 +238,7 @@ def _validate(run: Run, done: int) -> bool:
     watch = Stopwatch()
     mine = held_out.examples[run.rank :: run.ranks]
     engine = StoppableEngine(run.engine, run.stop)
+    run.engine.refresh()
     sums: dict[Mode, dict[str, float]] = {}
     try:
         for mode in config.validation.modes:
@@ -322,6 +323,7 @@ def _collect(run: Run, questions: Sequence[Question], step: int, label: str, wat
         run.log.phase(f"{label}: {count}/{total} episodes")
 
     run.log.phase(f"{label}: rolling out")
+    run.engine.refresh()
     engine = StoppableEngine(run.engine, run.stop)
     with run.trainer.autocast():
         episodes = run_groups(questions, step, run.config, engine, run.policy.codec, run.sandbox, on_episode)

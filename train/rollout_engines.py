@@ -24,17 +24,23 @@ _SEED_MASK = 0x7FFFFFFF
 class RolloutEngine(Engine, Protocol):
     """An engine whose weights change between steps."""
 
+    def refresh(self) -> None:
+        """Bring the engine to the trainer's present weights. All ranks call it before any samples: it may gather."""
+
     def reset(self) -> None:
         """Forget all requests and caches: what was computed under other weights must not be continued."""
 
 
-class SleepingEngine(RolloutEngine, WeightHolder, Protocol):
+class SleepingEngine(Engine, WeightHolder, Protocol):
     """An engine with weights of its own that can leave its memory to the trainer; `VLLMEngine` is one.
 
     `weights` is called for the name of the weights that each completion came from.
     """
 
     weights: Callable[[], str]
+
+    def reset(self) -> None:
+        """Abort all requests and forget all prefixes."""
 
     def sleep(self) -> None:
         """Give the memory of weights and caches back. What was in it is lost."""
@@ -70,7 +76,14 @@ def make_rollout_engine(policy: Policy, trainer: Trainer) -> RolloutEngine:
 
 def colocated_engine(policy: Policy, trainer: Trainer) -> RolloutEngine:
     """The HF engine on the trainer's own model object: nothing to copy, and never out of date."""
-    return HFEngine(policy.model, weights=lambda: trainer.weights)
+    return ColocatedEngine(policy.model, weights=lambda: trainer.weights)
+
+
+class ColocatedEngine(HFEngine):
+    """The HF engine on the trainer's own model object."""
+
+    def refresh(self) -> None:
+        """Nothing to do: there is one set of weights."""
 
 
 def vllm_engine(policy: Policy, trainer: Trainer) -> "SyncedEngine":

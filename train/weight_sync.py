@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shared.engines.vllm_weights import kernel_tensors
 from shared.errors import SetupError
+from train.live import live_tensors
 
 Value = TypeVar("Value")
 Shape = tuple[int, ...]
@@ -54,8 +55,8 @@ def fingerprint(model: nn.Module) -> str:
     Per tensor: the sum of its 16- or 32-bit words as integers, which no order of addition can change.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        data = parameter.detach().contiguous()
+    for name, live in sorted(live_tensors(model).items()):
+        data = live.value().contiguous()
         words = data.view(torch.int16 if data.element_size() == 2 else torch.int32)
         digest.update(f"{name}:{int(words.sum(dtype=torch.int64))};".encode())
     return digest.hexdigest()[:16]
@@ -169,7 +170,7 @@ class WeightSync:
         self.model = model
         self.engine = engine
         shapes = engine.inspect(lambda loaded: {name: tuple(t.shape) for name, t in kernel_tensors(loaded)})
-        live = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        live = {name: tensor.shape for name, tensor in live_tensors(model).items()}
         self.names = checkpoint_names(live, is_conditional(shapes))
         self.pieces = plan_pieces(shapes, live)
 
@@ -180,7 +181,7 @@ class WeightSync:
         what it was given.
         """
         check_finite(self.model)
-        self.engine.load_weights((self.names[name], p.detach()) for name, p in self.model.named_parameters())
+        self.engine.load_weights((self.names[name], live.value()) for name, live in live_tensors(self.model).items())
         self.prove()
 
     def prove(self) -> None:
@@ -193,8 +194,8 @@ class WeightSync:
             )
 
     def _live(self) -> Iterator[tuple[Piece, Tensor]]:
-        parameters = dict(self.model.named_parameters())
-        return ((piece, parameters[piece.live].detach()) for piece in self.pieces)
+        live = live_tensors(self.model)
+        return ((piece, live[piece.live].value()) for piece in self.pieces)
 
 
 def differing(engine: Mapping[str, Tensor], expected: Iterable[tuple[Piece, Tensor]]) -> Iterator[Piece]:
@@ -208,8 +209,8 @@ def differing(engine: Mapping[str, Tensor], expected: Iterable[tuple[Piece, Tens
 @torch.no_grad()
 def check_finite(model: nn.Module) -> None:
     """SetupError naming the first tensor with a NaN or an infinity, and how many there are of them."""
-    for name, parameter in model.named_parameters():
-        if not (finite := parameter.isfinite()).all():
+    for name, live in live_tensors(model).items():
+        if not (finite := live.value().isfinite()).all():
             raise SetupError(
                 f"weight sync: {name} holds {int((~finite).sum())} numbers that are not finite; "
                 "the engine keeps its weights. Go back to a checkpoint before, and lower the learning rate"

@@ -75,6 +75,9 @@ class ScriptedPolicy:
     def end_session(self, session: str) -> None:
         pass
 
+    def refresh(self) -> None:
+        pass
+
     def reset(self) -> None:
         self.queue = []
 
