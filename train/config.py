@@ -259,13 +259,18 @@ class LogConfig(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """One GRPO run. `output` is its folder; a run that finds complete checkpoints there continues from the newest."""
+    """One GRPO run. `output` is its folder; a run that finds complete checkpoints there continues from the newest.
+
+    parallel: ddp keeps the model, its gradients and the optimizer whole on every rank, fsdp spreads each tensor of them
+    over the ranks. Checkpoints are the same, so a run may change over.
+    """
 
     output: Path
     seed: NonNegativeInt = 0
     steps: PositiveInt = 1000
     planned_steps: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     threads: NonNegativeInt = 0
     sample_episodes_every: NonNegativeInt = 25
     model: ModelConfig
@@ -291,6 +296,12 @@ class TrainConfig(StrictModel):
             )
         if rollout.max_new_tokens > rollout.max_tokens:
             raise ValueError("rollout.max_new_tokens exceeds the episode's budget rollout.max_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _sharding_fits(self) -> Self:
+        if self.parallel == "fsdp" and self.loss.kl.offload:
+            raise ValueError("parallel: fsdp spreads the reference over the ranks already; set loss.kl.offload: false")
         return self
 
     @property

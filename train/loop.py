@@ -39,7 +39,7 @@ from train.rollout import (
 from train.rollout_engines import EngineFactory, RolloutEngine, check_rollout_engine, make_rollout_engine
 from train.run import CONFIG_COPY
 from train.selection import beats_all, publish_best, read_validation
-from train.state import read_state, restore, save_run
+from train.state import gather_run, read_state, restore, save_run
 from train.stopping import StopFlag, StoppableEngine, StopRequested, only_one
 from train.trackers import open_trackers
 from train.trainer import Trainer
@@ -72,9 +72,10 @@ class Run:
     def save(self, step: int) -> None:
         """Checkpoint after `step` finished steps; all ranks wait for the one that writes, and all fail if it did."""
         problem: list[str | None] = [None]
+        gathered = gather_run(self.trainer, keep=self.rank == 0)
         if self.rank == 0:
             try:
-                save_run(self.config, step, self.trainer, self.policy, self.pool.content_hash)
+                save_run(self.config, step, self.trainer, self.policy, self.pool.content_hash, gathered)
             except SetupError as error:
                 problem = [str(error)]
         broadcast_object_list(problem)
@@ -109,6 +110,10 @@ def run_training(
     if config.rollout.questions % accelerator.num_processes:
         raise SetupError(
             f"rollout.questions {config.rollout.questions} does not divide by {accelerator.num_processes} ranks"
+        )
+    if config.parallel == "fsdp" and accelerator.num_processes == 1:
+        raise SetupError(
+            "parallel: fsdp spreads a model over ranks, and there is one; use ddp, or start it with torchrun"
         )
     check_rollout_engine(config)
     with only_one(config.output) if accelerator.is_main_process else nullcontext():

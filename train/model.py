@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.chat import TokenizerCodec
@@ -100,7 +101,10 @@ def load_policy(config: ModelConfig, path: str | None = None) -> Policy:
     return Policy(load_model(config, path), tokenizer, codec)
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
-    """Write a folder that `load_policy` and transformers read: weights, configs, tokenizer and chat template."""
-    policy.model.save_pretrained(folder)
+def save_policy(policy: Policy, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Write a folder that `load_policy` and transformers read: weights, configs, tokenizer and chat template.
+
+    `weights`: by name, where those that the model holds are not whole (train/live.py).
+    """
+    policy.model.save_pretrained(folder, state_dict=weights)
     policy.tokenizer.save_pretrained(folder)

@@ -14,7 +14,8 @@ from shared.engines.base import Completion, Engine, Request
 from shared.engines.hf import HFEngine
 from shared.errors import SetupError
 from train.config import TrainConfig
-from train.model import Policy, model_folder
+from train.model import Policy, load_model, model_folder
+from train.sharding import WholeCopy, is_sharded
 from train.trainer import Trainer
 from train.weight_sync import WeightHolder, WeightSync
 
@@ -76,7 +77,23 @@ def make_rollout_engine(policy: Policy, trainer: Trainer) -> RolloutEngine:
 
 def colocated_engine(policy: Policy, trainer: Trainer) -> RolloutEngine:
     """The HF engine on the trainer's own model object: nothing to copy, and never out of date."""
+    if is_sharded(trainer.model):
+        return CopyEngine(WholeCopy(trainer.model, load_model(trainer.config.model), trainer.device), trainer)
     return ColocatedEngine(policy.model, weights=lambda: trainer.weights)
+
+
+class CopyEngine(HFEngine):
+    """The HF engine on a whole copy of a sharded model; `refresh` brings it up to date."""
+
+    def __init__(self, copy: WholeCopy, trainer: Trainer) -> None:
+        super().__init__(copy.model, weights=lambda: self._held)
+        self._copy, self._trainer, self._held = copy, trainer, ""
+
+    def refresh(self) -> None:
+        if self._held != self._trainer.weights:
+            self.reset()
+            self._copy.refresh()
+            self._held = self._trainer.weights
 
 
 class ColocatedEngine(HFEngine):

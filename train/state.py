@@ -10,10 +10,11 @@ from shared.config import dump_config
 from shared.errors import SetupError
 from train.checkpoint import STATE, apply_retention, write_checkpoint
 from train.config import TrainConfig
+from train.live import live_tensors
 from train.model import Policy, save_policy
 from train.selection import best_line
+from train.sharding import is_sharded, sharded_state, whole_state
 from train.trainer import Trainer
-from train.weight_sync import fingerprint
 
 # Saved files take this much more than parameters and moments (headers, tokenizer, config).
 _SLACK = 16 * 2**20
@@ -49,22 +50,51 @@ def restore(trainer: Trainer, resumed: Resumed) -> None:
             f"{resumed.folder}: the loaded weights have fingerprint {trainer.weights}, "
             f"saved were {resumed.state['weights']}"
         )
-    trainer.optimizers.load_state_dict(resumed.state["optimizers"])
+    parts = trainer.optimizers.parts
+    trainer.optimizers.load_state_dict(
+        {
+            name: sharded_state(state, [p for group in parts[name].param_groups for p in group["params"]])
+            for name, state in resumed.state["optimizers"].items()
+        }
+    )
     trainer.kl_coefficient = resumed.state["kl_coefficient"]
 
 
-def save_run(config: TrainConfig, step: int, trainer: Trainer, policy: Policy, pool_hash: str) -> Path:
+@dataclass(frozen=True)
+class Gathered:
+    """What a checkpoint takes from the ranks: `weights` by name (None: the model's own are whole), optimizer states."""
+
+    weights: dict[str, torch.Tensor] | None
+    optimizers: dict[str, Any]
+
+
+def gather_run(trainer: Trainer, keep: bool) -> Gathered:
+    """The trainer's tensors, whole. All ranks call it; the one that writes the checkpoint has `keep` true."""
+    weights: dict[str, torch.Tensor] | None = None
+    if is_sharded(trainer.model):
+        weights = {}
+        for name, live in live_tensors(trainer.model).items():
+            value = live.value()
+            if keep:
+                weights[name] = value.cpu()
+    optimizers = {name: whole_state(part.state_dict(), keep) for name, part in trainer.optimizers.parts.items()}
+    return Gathered(weights, optimizers)
+
+
+def save_run(
+    config: TrainConfig, step: int, trainer: Trainer, policy: Policy, pool_hash: str, gathered: Gathered
+) -> Path:
     """Write the checkpoint after `step` finished steps and delete what retention lets go. Main process only."""
 
     def write(folder: Path) -> None:
-        save_policy(policy, folder)
+        save_policy(policy, folder, gathered.weights)
         state = {
             "step": step,
             "seed": config.seed,
             "pool_hash": pool_hash,
-            "weights": fingerprint(policy.model),
+            "weights": trainer.weights,
             "kl_coefficient": trainer.kl_coefficient,
-            "optimizers": trainer.optimizers.state_dict(),
+            "optimizers": gathered.optimizers,
             "config": dump_config(config),
         }
         torch.save(state, folder / STATE)

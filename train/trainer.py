@@ -1,8 +1,8 @@
 """The optimizer step of GRPO: rows with advantages in, updated weights and figures out.
 
 Rows are split into micro-batches by a token budget and their losses add up (train/loss.py), so the split, the
-padding and the number of ranks do not change the gradient. With several ranks each takes its own rows; DDP adds
-the gradients in the backward pass of the last micro-batch, and a rank with fewer micro-batches (or none)
+padding and the number of ranks do not change the gradient. With several ranks each takes its own rows; DDP (or FSDP,
+train/sharding.py) adds the gradients in the backward pass, and a rank with fewer micro-batches (or none)
 fills up with empty ones, so that all ranks make the same collective calls.
 """
 
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from shared.errors import SetupError
 from train.batch import MicroBatch, TrainRow, collate, plan_micro_batches
 from train.config import TrainConfig
+from train.live import whole
 from train.logprobs import LogprobModel
 from train.loss import KlSettings, LossOutput, LossSettings, grpo_loss, next_kl_coefficient
 from train.optim import build_optimizers, lr_scale
+from train.sharding import is_sharded, shard
 from train.weight_sync import fingerprint
 
 
@@ -67,13 +69,12 @@ class Trainer:
         self.config = config
         self.accelerator = accelerator
         self.device = accelerator.device
-        self.model = model.to(self.device)
+        self.model = model
         self.plain = LogprobModel(self.model, config.loss.logprob_chunk)
-        self.policy = accelerator.prepare_model(self.plain)
         self.reference: LogprobModel | None = None
         if reference is not None:
-            home = torch.device("cpu") if config.loss.kl.offload else self.device
-            self.reference = LogprobModel(reference.to(home).eval().requires_grad_(False), config.loss.logprob_chunk)
+            self.reference = LogprobModel(reference.eval().requires_grad_(False), config.loss.logprob_chunk)
+        self._place()
         self.optimizers = build_optimizers(self.model, config.optimizer)
         self.loss_settings = LossSettings(
             config.loss.token_constant, config.loss.clip_low, config.loss.clip_high, config.loss.ratio == "sequence"
@@ -82,6 +83,19 @@ class Trainer:
         self.kl_settings = KlSettings(kl.mode, kl.target, kl.coefficient, kl.gain, kl.smallest, kl.largest)
         self.kl_coefficient = kl.coefficient if reference is not None else 0.0
         self.weights = fingerprint(self.model)
+
+    def _place(self) -> None:
+        """Put policy and reference where the run's layout over ranks and devices wants them."""
+        if self.config.parallel == "fsdp":
+            for part in (self.plain, self.reference):
+                if part is not None:
+                    shard(part, part.model.get_decoder(), self.accelerator)  # type: ignore[operator]
+            self.policy: nn.Module = self.plain
+            return
+        self.model.to(self.device)
+        self.policy = self.accelerator.prepare_model(self.plain)
+        if self.reference is not None:
+            self.reference.to("cpu" if self.config.loss.kl.offload else self.device)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """What every forward pass of the run happens under, the sampler's included."""
@@ -154,6 +168,7 @@ class Trainer:
         for index, batch in enumerate(micro_batches):
             poll()
             last = index == len(micro_batches) - 1
+            # Sharded gradients are reduced at once: keeping them whole would give up what sharding saves.
             synced = contextlib.nullcontext() if last else self.accelerator.no_sync(self.policy)
             with synced:
                 if batch is None:
@@ -204,13 +219,17 @@ class Trainer:
     def _idle_loss(self) -> Tensor:
         """A loss of 0 that touches every parameter, for a rank that has run out of rows."""
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        mask = torch.ones_like(ids, dtype=torch.bool)
         with self.autocast():
-            logprobs = self.policy(ids, torch.ones_like(ids, dtype=torch.bool))
+            if self.reference is not None and is_sharded(self.reference):
+                with torch.no_grad():
+                    self.reference(ids, mask)  # the other ranks gather it now
+            logprobs = self.policy(ids, mask)
         return 0.0 * logprobs.sum()
 
     def _clip_gradients(self) -> float:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
-        return float(norm)
+        return float(whole(norm))
 
     def _check_gate(self, figures: dict[str, float], step: int) -> None:
         gate = self.config.gate
@@ -229,7 +248,7 @@ class Trainer:
         for indices in plan_micro_batches([len(row.ids) for row in rows], self.config.loss.micro_batch_tokens):
             batch = collate([rows[i] for i in indices]).to(self.device)
             with self.autocast():
-                # Not through DDP: ranks may call this a different number of times.
+                # Not through DDP: ranks may call this a different number of times. (Sharded ones may not.)
                 values = self.plain(batch.ids, batch.mask).cpu()
             for b, i in enumerate(indices):
                 result[i] = values[b, : len(rows[i].ids)]

@@ -18,11 +18,13 @@ from shared.config import build_config, parse_overrides
 from shared.data.example import Example
 from shared.database import Database
 from shared.engines.base import Completion, Request
-from train.batch import TrainRow
+from train.batch import TrainRow, collate
 from train.config import TrainConfig
+from train.logprobs import LogprobModel
 from train.loop import run_training
-from train.model import Policy
+from train.model import Policy, load_model
 from train.pool import Pool, build_pool
+from train.sharding import WholeCopy, is_sharded
 from train.stopping import StopFlag
 from train.trainer import Trainer
 from train.validation import HeldOut
@@ -34,6 +36,9 @@ class ScriptedPolicy:
     def __init__(self, policy: Policy, trainer: Trainer, gap: float = 0.0, weights: str = "") -> None:
         self.policy, self.trainer, self.gap, self.weights = policy, trainer, gap, weights
         self.queue: list[Request] = []
+        self.copy: WholeCopy | None = None
+        if is_sharded(trainer.model):
+            self.copy = WholeCopy(trainer.model, load_model(trainer.config.model), trainer.device)
 
     def add(self, request: Request) -> None:
         self.queue.append(request)
@@ -50,12 +55,19 @@ class ScriptedPolicy:
             )
             for r, ids in zip(queue, turns, strict=True)
         ]
-        values = [row.tolist() for row in self.trainer.logprobs(rows)]
+        values = [row.tolist() for row in self._logprobs(rows)]
         weights = self.weights or self.trainer.weights
         return [
             Completion(r.request_id, tuple(ids), tuple(v + self.gap for v in value[-len(ids) :]), "stop", weights)
             for r, ids, value in zip(queue, turns, values, strict=True)
         ]
+
+    @torch.no_grad()
+    def _logprobs(self, rows: Sequence[TrainRow]) -> list[torch.Tensor]:
+        if self.copy is None:
+            return self.trainer.logprobs(rows)
+        model, batches = LogprobModel(self.copy.model), [collate([row]) for row in rows]
+        return [model(batch.ids, batch.mask)[0] for batch in batches]
 
     def _text(self, request: Request) -> str:
         example: Example = request.context["example"]
@@ -76,7 +88,8 @@ class ScriptedPolicy:
         pass
 
     def refresh(self) -> None:
-        pass
+        if self.copy is not None:
+            self.copy.refresh()
 
     def reset(self) -> None:
         self.queue = []
