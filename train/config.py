@@ -302,6 +302,8 @@ class TrainConfig(StrictModel):
     def _sharding_fits(self) -> Self:
         if self.parallel == "fsdp" and self.loss.kl.offload:
             raise ValueError("parallel: fsdp spreads the reference over the ranks already; set loss.kl.offload: false")
+        if self.parallel == "fsdp" and self.optimizer.name == "muon":
+            raise ValueError("optimizer.name: muon needs whole matrices; with parallel: fsdp use adamw")
         return self
 
     @property

@@ -131,6 +131,15 @@ def test_bad_values_name_the_key(tmp_path: Path, override: str, named: str) -> N
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("other", ["loss.kl.offload=true", "optimizer.name=muon"])
+def test_sharding_refuses_what_it_cannot_do(tmp_path: Path, other: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(MINIMAL)
+    assert load_train_config(path, ["parallel=fsdp"]).parallel == "fsdp"
+    with pytest.raises(SetupError, match=other.partition("=")[0]):
+        load_train_config(path, ["parallel=fsdp", other])
+
+
 def test_other_sampling_is_allowed_without_the_ratio(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(MINIMAL)
