@@ -152,7 +152,7 @@ def _prepare_served(config: EvalConfig) -> Prepared:
         served.versions,
         served.settings,
         description=f"asking {served.model} through {served.settings['endpoint']}, {served.settings['prompts']}",
-        bytes_per_token=1 if isinstance(served.codec, TokenizerCodec) else ByteCodec.BYTES_PER_TOKEN,
+        bytes_per_token=served.bytes_per_token,
     )
 
 

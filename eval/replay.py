@@ -26,9 +26,8 @@ from eval.judge import Judge, open_book
 from eval.pairing import Run, load_run
 from eval.records import RUN, read_json
 from eval.summary import summarize
-from eval.terminal import plain
 from shared.chat import ByteCodec
-from shared.cli import ArgumentParser, run_main
+from shared.cli import ArgumentParser, plain, run_main
 from shared.config import build_config
 from shared.data.example import Example
 from shared.engines.base import Completion

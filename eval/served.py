@@ -9,9 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from eval.config import EvalConfig
 from shared.chat import THINK, THINK_END, ByteCodec, ChatCodec, TokenizerCodec
 from shared.engines.http import Refused, Server
 from shared.engines.openai import (
@@ -31,6 +30,21 @@ API_KEY = "OPENAI_API_KEY"
 _PROBE_PATIENCE, _RUN_PATIENCE = 3.0, 60.0
 _PROBE_TEXT = "naïve 1234  SELECT\n\tcount(*) FROM \u8868 -- \U0001f41c"
 _START = ({"role": "system", "content": EXEC_PLAN_TOOL_INSTRUCTIONS}, {"role": "user", "content": _PROBE_TEXT})
+
+
+class Wanted(Protocol):
+    """Which server, and how to ask it: what `connect` reads of an EvalConfig, or of the agent's settings."""
+
+    @property
+    def base_url(self) -> str | None: ...
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def tokenizer(self) -> Path | None: ...
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def max_tokens(self) -> int: ...
 
 
 class MessagesCodec(ByteCodec):
@@ -75,12 +89,17 @@ class Served:
     versions: Mapping[str, str]
     tokenizer: Path | None
 
+    @property
+    def bytes_per_token(self) -> int:
+        """How many of the codec's ids count as one token of an episode's budget: see `Prepared`."""
+        return 1 if isinstance(self.codec, TokenizerCodec) else ByteCodec.BYTES_PER_TOKEN
+
     def load(self, concurrency: int) -> ServedEngine:
         """The engine."""
         return ServedEngine(self.exchange, concurrency=concurrency)
 
 
-def connect(config: EvalConfig) -> Served:
+def connect(config: Wanted) -> Served:
     """Ask the server what it serves and how it can be asked. SetupError that says what does not fit."""
     if config.base_url is None:
         raise SetupError("--engine openai needs --base-url, the server's address, like http://localhost:8000/v1")
@@ -121,7 +140,7 @@ def connect(config: EvalConfig) -> Served:
     return Served(patient, model, messages, exchange, settings, versions, None)
 
 
-def _tokenizer_folder(config: EvalConfig, entry: Mapping[str, Any]) -> Path | None:
+def _tokenizer_folder(config: Wanted, entry: Mapping[str, Any]) -> Path | None:
     """The folder with the served model's tokenizer: the one named, or the model's own where it lies on this machine."""
     if config.tokenizer is not None:
         if not config.tokenizer.is_dir():

@@ -1,7 +1,6 @@
 """An episode on a terminal, turn by turn. What models and databases wrote is text: no markup, no control codes."""
 
 import json
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,28 +12,12 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from shared.cli import plain
 from shared.sql.sandbox import QueryResult
 
 _MAX_LINES = 24
 _CELL_CHARACTERS = 80
-_KEPT = "\n\t"
 _INDENT = (0, 0, 0, 3)
-
-
-def plain(text: str) -> str:
-    """The text without anything that a terminal obeys or that reorders what is around it; each is named instead.
-
-    >>> plain("a\\x1b[31m\\u202eb")
-    'a␛[31m<U+202E>b'
-    """
-    return "".join(map(_plain_character, text.encode("utf-8", "replace").decode()))
-
-
-def _plain_character(c: str) -> str:
-    if c in _KEPT or unicodedata.category(c) not in ("Cc", "Cf", "Zl", "Zp", "Cn", "Co"):
-        return c
-    code = ord(c)
-    return chr(0x2400 + code) if code < 0x20 else f"<U+{code:04X}>"
 
 
 def show_question(console: Console, question: str, evidence: str, where: str) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 from shared.errors import SetupError
 from shared.sql.cells import decode, encode
-from shared.sql.worker import HEADER
+from shared.sql.worker import HEADER, WORKER_FLAG
 
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = Path(__file__).resolve().parents[2]
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from shared.sql.worker import main; main()"
+# Below a file there are no folders: then these modules stand in that file, which is a program of its own.
+_PROGRAM = ("-c", _BOOT, str(_ROOT)) if _ROOT.is_dir() else (str(_ROOT), WORKER_FLAG)
 # A worker gets what the dynamic loader may need, and none of the user's other settings or secrets.
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR", "TZ")
 _START_SECONDS = 60.0
@@ -53,7 +55,7 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, _ROOT],
+                [sys.executable, "-I", "-S", *_PROGRAM],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -28,6 +28,8 @@ from shared.sql.opening import CannotOpen, Databases, NeedPayload, Opened
 from shared.sql.running import Failed, classify, failure, is_bad_text, is_locked, named_errors, run_query
 
 HEADER = struct.Struct("<Q")
+# What a program that is one file, like an export's agent.py, is started with to be a worker.
+WORKER_FLAG = "--sql-worker"
 # The worker ends the statement at its deadline; the kernel ends the worker this much later.
 KERNEL_GRACE = 0.35
 _PROGRESS_STEPS = 2000
