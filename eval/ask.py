@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from eval.config import EvalConfig
+from eval.config import EvalConfig, add_engine_options, add_episode_options
 from eval.engines import Prepared, prepare_engine
 from eval.terminal import show_answer, show_question, show_rows, show_turn, show_verdict
 from eval.trace import last_good, turn_view
@@ -63,29 +63,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Ask:
     parser.add_argument("--gold", default="", metavar="SQL", help="hold the answer against this query")
     parser.add_argument("--rows", type=int, default=20, help="rows of the answer that are shown (default 20)")
     parser.add_argument("--json", action="store_true", default=False, help="print the episode as one JSON line instead")
-    what = parser.add_argument_group("engine, as in eval.run")
-    what.add_argument("--model", help="model folder, hub id in the local cache, or the name a server knows")
-    what.add_argument(
-        "--engine", choices=("hf", "vllm", "openai", "gold", "canned"), help="default hf; gold submits --gold"
-    )
-    what.add_argument("--base-url", help="OpenAI-compatible server (implies --engine openai)")
-    what.add_argument("--tokenizer", help="folder of the served model's tokenizer")
-    what.add_argument("--endpoint", choices=("auto", "completions", "chat"), help="how the server is asked")
-    what.add_argument("--engine-option", action="append", metavar="KEY=VALUE", help="option of vLLM (repeatable)")
-    what.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the checkpoint's")
-    what.add_argument("--device", help="default: the GPU where there is one")
-    what.add_argument("--turn", action="append", metavar="TEXT", help="what --engine canned says (repeatable)")
-    what.add_argument("--turns", metavar="FILE", help="JSON list of raw turn texts for --engine canned")
-    how = parser.add_argument_group("mode, sampling and budgets, as in eval.run")
-    how.add_argument("--mode", choices=("full", "withheld"), help="schema shown, or to be explored (default)")
-    how.add_argument("--seed", type=int, help="default 0")
-    how.add_argument("--temperature", type=float, help="default 0.6")
-    how.add_argument("--top-p", type=float, help="default 0.95")
-    how.add_argument("--top-k", type=int, help="default 20")
-    how.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    how.add_argument("--max-turns", type=int, help="tool turns (default 6)")
-    how.add_argument("--max-new-tokens", type=int, help="tokens a turn (default 2048)")
-    how.add_argument("--max-tokens", type=int, help="tokens in all (default 24576)")
+    add_engine_options(parser.add_argument_group("engine, as in eval.run; --engine gold submits --gold"))
+    add_episode_options(parser.add_argument_group("mode, sampling and budgets, as in eval.run"))
     given = vars(parser.parse_args(argv))
     own = {key: given.pop(key) for key in ("question", "db", "evidence", "gold", "rows", "json")}
     if "base_url" in given:

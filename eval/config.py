@@ -105,6 +105,39 @@ class EvalConfig(StrictModel):
         )
 
 
+def add_engine_options(group: argparse._ArgumentGroup) -> None:
+    """The options that say which engine answers, for every command that asks a model; see `EvalConfig`."""
+    group.add_argument("--model", help="model folder, hub id that is in the local cache, or name of a served model")
+    group.add_argument("--engine", choices=get_args(EngineName), help="hf (default), vllm, a server, or a script")
+    group.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server (implies --engine openai)")
+    group.add_argument("--tokenizer", metavar="DIR", help="folder with the served model's tokenizer and template")
+    group.add_argument(
+        "--endpoint",
+        choices=("auto", "completions", "chat"),
+        help="how a server is asked (default: ids if it takes them)",
+    )
+    group.add_argument(
+        "--engine-option", action="append", metavar="NAME=VALUE", help="argument of vllm.LLM (repeatable)"
+    )
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the checkpoint's")
+    group.add_argument("--device", help="default: the GPU where there is one")
+    group.add_argument("--turn", action="append", metavar="TEXT", help="what --engine canned says (repeatable)")
+    group.add_argument("--turns", metavar="FILE", help="JSON list of raw turn texts for --engine canned")
+
+
+def add_episode_options(group: argparse._ArgumentGroup) -> None:
+    """Mode, sampling and the budgets of an episode, for every command that asks a model; see `EvalConfig`."""
+    group.add_argument("--mode", choices=("full", "withheld"), help="schema shown, or to be explored (default)")
+    group.add_argument("--seed", type=int, help="seed of all sampling (default 0)")
+    group.add_argument("--temperature", type=float, help="default 0.6")
+    group.add_argument("--top-p", type=float, help="default 0.95")
+    group.add_argument("--top-k", type=int, help="default 20")
+    group.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    group.add_argument("--max-turns", type=int, help="tool turns an episode (default 6)")
+    group.add_argument("--max-new-tokens", type=int, help="tokens a turn (default 2048)")
+    group.add_argument("--max-tokens", type=int, help="tokens an episode, prompt included (default 24576)")
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     """The config of a command line. SetupError for a value that a config would refuse as well."""
     parser = ArgumentParser(
@@ -114,15 +147,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     )
     parser.add_argument("--config", type=Path, default=None, help="YAML file with any of these settings")
     what = parser.add_argument_group("what is evaluated, on what")
-    what.add_argument("--model", help="model folder, hub id that is in the local cache, or name of a served model")
-    what.add_argument("--engine", choices=get_args(EngineName), help="hf (default), vllm, a server, or a script")
-    what.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server (implies --engine openai)")
-    what.add_argument("--tokenizer", metavar="DIR", help="folder with the served model's tokenizer and template")
-    what.add_argument(
-        "--endpoint",
-        choices=("auto", "completions", "chat"),
-        help="how a server is asked (default: ids if it takes them)",
-    )
+    add_engine_options(what)
     what.add_argument(
         "--benchmark", help="bird, bird-mini, spider, spider2, kaggledbqa, sqale, or a name for --questions"
     )
@@ -135,21 +160,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     what.add_argument("--phrasing", help="phrasing of sqale's questions (default verbose)")
     what.add_argument("--subset", help="of spider2: all (default), or guess87, which is our guess at a published 87")
     what.add_argument("--limit", type=int, help="only the first N questions")
-    what.add_argument("--mode", choices=("full", "withheld"), help="schema shown, or to be explored (default)")
     what.add_argument("--out", help="output folder: new, empty, or this run unfinished (default: runs/eval-…)")
-    what.add_argument("--turn", action="append", metavar="TEXT", help="what --engine canned says (repeatable)")
-    what.add_argument("--turns", metavar="FILE", help="JSON list of raw turn texts for --engine canned")
     how = parser.add_argument_group("sampling and budgets")
-    how.add_argument("--seed", type=int, help="seed of all sampling (default 0)")
+    add_episode_options(how)
     how.add_argument("--samples", type=int, metavar="K", help="episodes a question; scores are means over them")
     how.add_argument("--vote", type=int, metavar="K", help="K samples, and the score of a vote among their results")
-    how.add_argument("--temperature", type=float, help="default 0.6")
-    how.add_argument("--top-p", type=float, help="default 0.95")
-    how.add_argument("--top-k", type=int, help="default 20")
-    how.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    how.add_argument("--max-turns", type=int, help="tool turns an episode (default 6)")
-    how.add_argument("--max-new-tokens", type=int, help="tokens a turn (default 2048)")
-    how.add_argument("--max-tokens", type=int, help="tokens an episode, prompt included (default 24576)")
     how.add_argument("--max-failed-queries", type=int, help="failed queries in a row before the end (default 4)")
     how.add_argument("--max-calls-per-turn", type=int, help="tool calls a turn (default 32)")
     how.add_argument("--strict-format", action="store_true", help="refuse turns with anything beside calls")
@@ -166,11 +181,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EvalConfig:
     )
     golds.add_argument("--no-cache", dest="cache", action="store_false", help="neither read nor keep gold results")
     where = parser.add_argument_group("resources")
-    where.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the checkpoint's")
-    where.add_argument("--device", help="default: the GPU where there is one")
-    where.add_argument(
-        "--engine-option", action="append", metavar="NAME=VALUE", help="argument of vllm.LLM (repeatable)"
-    )
     where.add_argument("--concurrency", type=int, help="episodes in flight (default 64)")
     where.add_argument("--workers", type=int, help="processes that execute SQL (default 2)")
     given = vars(parser.parse_args(argv))

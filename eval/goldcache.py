@@ -9,15 +9,14 @@ import hashlib
 import json
 import os
 import sqlite3
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.gold import Gold
 from shared.data.example import Example
+from shared.files import replacing
 from shared.sql.cells import RawText, decode, encode
 from shared.sql.sandbox import BadText, Limits, QueryResult
 
@@ -85,7 +84,10 @@ class GoldCache:
         if len(body) > _MAX_BYTES:
             return
         try:
-            _write(self.path(example, limits, audited), body)
+            path = self.path(example, limits, audited)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as beside:
+                beside.write_bytes(body)
         except OSError as error:
             self._writable = False
             self._on_trouble(f"gold results are not cached: {self._folder} cannot be written ({error.strerror})")
@@ -93,16 +95,3 @@ class GoldCache:
 
 def _plain(cell: Any) -> Any:
     return RawText(cell.raw) if isinstance(cell, BadText) else cell
-
-
-def _write(path: Path, body: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(body)
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(beside)
-        raise

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shared.errors import SetupError
+from shared.files import is_leftover, write_atomic
 
 RUN, EPISODES, TIMING, SUMMARY = "run.json", "episodes.jsonl", "timing.jsonl", "summary.json"
 
@@ -41,20 +42,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise SetupError(f"{path} is not a JSON object: run the evaluation again")
     return data
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write beside and rename: a reader sees the old file or the whole new one."""
-    beside = _beside(path)
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -112,7 +99,7 @@ class RunFolder:
     def _is_start(self, path: Path) -> bool:
         """True for what a run leaves that was killed before its run.json was there."""
         started = path.name in (EPISODES, TIMING) and path.stat().st_size == 0 and not (self.path / RUN).exists()
-        return path == _beside(self.path / RUN) or started
+        return is_leftover(path, RUN) or started
 
     def done(self) -> list[dict[str, Any]]:
         """The episodes that are on disk."""
@@ -141,7 +128,7 @@ class RunFolder:
     def finish(self, records: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
         """Put the episodes into the order given and write the summary: the run is finished."""
         self.close()
-        write_atomic(self.path / EPISODES, "".join(map(to_line, records)))
+        write_atomic(self.path / EPISODES, map(to_line, records))
         write_json(self.path / SUMMARY, summary)
 
     def close(self) -> None:

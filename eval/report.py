@@ -4,7 +4,6 @@ The file is whole in itself (it opens from a disk, without a network) and holds 
 turn. `--markdown FILE` writes the tables for a paper beside it.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from eval.pairing import load_run
 from eval.tables import escape_markdown, to_markdown
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
+from shared.files import write_atomic
 
 
 def load_content(folders: Sequence[Path]) -> Content:
@@ -31,11 +31,8 @@ def render_markdown(content: Content) -> str:
 
 def write_report(path: Path, pieces: Iterable[str]) -> None:
     """Write beside and rename, so that no half of a report is ever opened. SetupError where that cannot be written."""
-    beside = path.with_name(f".{path.name}.tmp")
     try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.writelines(pieces)
-        os.replace(beside, path)
+        write_atomic(path, pieces)
     except OSError as error:
         raise SetupError(f"{path} cannot be written ({error.strerror}): give another --out") from error
 

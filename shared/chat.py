@@ -10,6 +10,7 @@ No module of this kind imports transformers: `TokenizerCodec` takes a loaded tok
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,23 +38,23 @@ class TurnTexts:
     reopening: str
 
 
-class ChatCodec:
+class ChatCodec(ABC):
     """Token ids of an episode's parts. Subclasses say how plain text and control text become ids."""
 
     texts: TurnTexts
     stop_ids: tuple[int, ...]
 
+    @abstractmethod
     def encode_text(self, text: str) -> list[int]:
         """Ids of a content: no control token can come out of it, whatever it says."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode_control(self, text: str) -> list[int]:
         """Ids of template text, where control tokens count as such."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included, invalid UTF-8 replaced."""
-        raise NotImplementedError
 
     @property
     def template_sha256(self) -> str:

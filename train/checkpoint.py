@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shared.errors import SetupError
+from shared.files import flush
 
 MARKER = "complete.json"
 STATE = "train_state.pt"
@@ -89,28 +90,19 @@ def write_checkpoint(output: Path, step: int, write: Callable[[Path], None], *, 
         write(writing)
         files = sorted(path for path in writing.rglob("*") if path.is_file())
         for path in files:
-            _flush(path)
+            flush(path)
         listing = {path.relative_to(writing).as_posix(): path.stat().st_size for path in files}
         marker = writing / MARKER
         marker.write_text(json.dumps({"step": step, "files": listing}, indent=1), encoding="utf-8")
-        _flush(marker)
+        flush(marker)
     except OSError as error:
         shutil.rmtree(writing, ignore_errors=True)
         raise SetupError(f"checkpoint of step {step} could not be written to {output}: {error}") from error
     if target.exists():
         shutil.rmtree(target)
     os.replace(writing, target)
-    _flush(output)
+    flush(output)
     return target
-
-
-def _flush(path: Path) -> None:
-    """fsync a file, or a folder's entries."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def remove_unfinished(output: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.files import write_atomic
 from train.checkpoint import checkpoint_folder, why_incomplete
 
 VALIDATION = "validation.jsonl"
@@ -92,6 +93,4 @@ def publish_best(output: Path, report: Callable[[str], None]) -> None:
         "selected_on": line["selected_on"],
         "note": _OPTIMISM,
     }
-    fresh = output / f".{BEST}.json.new"
-    fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, note)
+    write_atomic(note, json.dumps(content, indent=1) + "\n")

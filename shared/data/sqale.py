@@ -54,19 +54,6 @@ def _unpack(data: bytes) -> str:
     return zlib.decompress(data).decode("utf-8", "surrogatepass")
 
 
-def load_sqale(
-    queries: str = QUERIES,
-    schemas: str = SCHEMAS,
-    *,
-    split: str = "train",
-    phrasing: str = "verbose",
-    difficulties: Iterable[str] = (),
-    limit: int | None = None,
-) -> list[Example]:
-    """The examples of `read_sqale`, without its account of what was left out."""
-    return read_sqale(queries, schemas, split=split, phrasing=phrasing, difficulties=difficulties, limit=limit).examples
-
-
 def read_sqale(
     queries: str = QUERIES,
     schemas: str = SCHEMAS,

@@ -12,7 +12,6 @@ meaning: the gold result differs from that of every other kind of question over 
 
 import argparse
 import json
-import os
 import random
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from shared.cli import run_main
 from shared.data.example import Example
 from shared.database import Database
 from shared.errors import SetupError
+from shared.files import replacing, write_atomic
 
 Split = Literal["train", "heldout"]
 Row = tuple[int, ...]
@@ -308,7 +308,7 @@ def write_toy(questions: Sequence[ToyQuestion], out_dir: Path) -> list[Example]:
     try:
         if not target.is_file():
             _write_databases({q.database.db_id: q.database for q in questions}.values(), out_dir / "databases")
-            _replace(target, text)
+            write_atomic(target, text)
         elif target.read_text(encoding="utf-8") != text:
             raise SetupError(f"{target} holds other questions; remove {out_dir} or give another folder")
     except OSError as error:
@@ -345,17 +345,8 @@ def _write_databases(databases: Iterable[ToyDatabase], folder: Path) -> None:
     for database in databases:
         path = folder / database.db_id / f"{database.db_id}.sqlite"
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        scratch.unlink(missing_ok=True)
-        with closing(sqlite3.connect(scratch)) as connection:
+        with replacing(path) as scratch, closing(sqlite3.connect(scratch)) as connection:
             database.fill(connection)
-        os.replace(scratch, path)
-
-
-def _replace(path: Path, text: str) -> None:
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.data.sqale import PackedPayload, load_sqale, read_sqale
+from shared.data.sqale import PackedPayload, read_sqale
 from shared.database import Database, Payload
 from shared.errors import SetupError
 
@@ -95,7 +95,7 @@ def test_questions_are_joined_with_their_schemas(folders: Folders, form: str) ->
 def test_single_files_are_read_whatever_the_split(folders: Folders) -> None:
     folders.write([question(1)], [schema("s1")])
     files = [next(folder.rglob("*.parquet")) for folder in (folders.queries, folders.schemas)]
-    assert len(load_sqale(str(files[0]), str(files[1]), split="test")) == 1
+    assert len(read_sqale(str(files[0]), str(files[1]), split="test").examples) == 1
 
 
 def test_placeholder_phrasings_are_left_out_and_counted(folders: Folders) -> None:
@@ -175,29 +175,29 @@ def test_unusable_sources(folders: Folders, tmp_path: Path) -> None:
     folders.write([question(1)], [schema("s1")])
     ok = str(folders.schemas)
     with pytest.raises(SetupError, match=r"nowhere .split train. cannot be read"):
-        load_sqale(str(tmp_path / "nowhere"), ok)
+        read_sqale(str(tmp_path / "nowhere"), ok)
     with pytest.raises(SetupError, match="no column 'question_id'"):
-        load_sqale(ok, ok)
+        read_sqale(ok, ok)
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(SetupError, match=r"broken\.parquet .*cannot be read"):
-        load_sqale(str(tmp_path / "broken.parquet"), ok)
+        read_sqale(str(tmp_path / "broken.parquet"), ok)
     (tmp_path / "broken.jsonl").write_text("{oops\n")
     with pytest.raises(SetupError, match=r"broken\.jsonl .*cannot be read"):
-        load_sqale(str(tmp_path / "broken.jsonl"), ok)
+        read_sqale(str(tmp_path / "broken.jsonl"), ok)
     (tmp_path / "empty").mkdir()
     with pytest.raises(SetupError, match=r"empty .*cannot be read"):
-        load_sqale(str(tmp_path / "empty"), ok)
+        read_sqale(str(tmp_path / "empty"), ok)
     (tmp_path / "none.jsonl").write_text("")
     with pytest.raises(SetupError, match="is left: the split is empty"):
-        load_sqale(str(tmp_path / "none.jsonl"), ok)
+        read_sqale(str(tmp_path / "none.jsonl"), ok)
     with pytest.raises(SetupError, match="unknown SQaLe phrasing 'formal': one of verbose"):
-        load_sqale(str(folders.queries), ok, phrasing="formal")
+        read_sqale(str(folders.queries), ok, phrasing="formal")
 
 
 def test_a_hub_repository_that_cannot_be_reached(folders: Folders) -> None:
     folders.write([question(1)], [schema("s1")])
     with pytest.raises(SetupError, match=r"offline-test/queries .*cannot be read.*give a local folder") as caught:
-        load_sqale("offline-test/queries", str(folders.schemas))
+        read_sqale("offline-test/queries", str(folders.schemas))
     assert "\n" not in str(caught.value)
 
 
