@@ -27,13 +27,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shared.cli import run_main
+from shared.tools.protocol import PROMPT_SHA256
 from train.export.aux_files import plan_aux_files
+from train.export.one_file import one_file
 from train.export.plan import ExportPlan, check_output_folder, make_plan
 from train.export.sources import checkpoint_folder, model_folder
 from train.export.verify import TensorRow, Verdict, provenance, verify_export
 from train.export.write import beside, write_export, write_json
 
 REPORT = "export_report.json"
+AGENT = "agent.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = model_folder(args.base, "--base")
     checkpoint = checkpoint_folder(model_folder(args.checkpoint, "--checkpoint"))
     check_output_folder(args.out, base, checkpoint)
-    aux_files = plan_aux_files(base, checkpoint)
+    aux_files = plan_aux_files(base, checkpoint) | {AGENT: agent_program()}
     console.print(f"checking every tensor of {checkpoint} against {base}", soft_wrap=True)
     plan = make_plan(base, checkpoint)
 
@@ -53,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     _print_summary(console, plan, rows, args.out, verified=args.verify)
     return 0
+
+
+def agent_program() -> bytes:
+    """agent.py: asks the exported model a question over a database, and needs nothing of this project."""
+    return one_file("eval.agent", {"system prompt": f"sha256 {PROMPT_SHA256}"}).encode()
 
 
 class VerificationError(Exception):

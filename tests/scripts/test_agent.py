@@ -22,6 +22,7 @@ from shared.sql.sandbox import Sandbox
 from shared.tools.protocol import PROMPT_SHA256
 from tests.engines.fake_server import FakeServer, serving
 from tests.scripts.agent_server import ENDLESS, call, served_by, toy_script, turn
+from tests.scripts.export_cases import export
 from tests.tokenizers import byte_tokenizer, template
 from train.export.one_file import ROOT, closure, one_file
 
@@ -268,9 +269,9 @@ def test_the_file_holds_the_projects_sources_to_the_byte(agent: Path) -> None:
     assert not [path for path in files if path.startswith("train")]
 
 
-def test_the_head_says_what_it_is_and_how_it_was_made() -> None:
-    text = one_file("eval.agent", {"system prompt": f"sha256 {PROMPT_SHA256}"})
-    doc = ast.get_docstring(ast.parse(text)) or ""
+def test_an_export_carries_it_and_its_head_says_how_it_was_made(base: Path, checkpoint: Path, tmp_path: Path) -> None:
+    assert export(base, checkpoint, tmp_path / "out") == 0
+    doc = ast.get_docstring(ast.parse((tmp_path / "out" / "agent.py").read_text(encoding="utf-8"))) or ""
     assert "python agent.py --db shop.sqlite" in doc
     assert "Made by execplan 0." in doc
     assert f"system prompt: sha256 {PROMPT_SHA256}" in doc

@@ -64,7 +64,7 @@ def test_config_tokenizer_and_template_are_the_bases_bytes_and_both_stops_are_se
     export(base, checkpoint, out)
     before, after = snapshot(base), snapshot(out)
     changed = {"model.safetensors", "generation_config.json"}
-    assert set(after) == set(before) - {"README.md"} | {"export_report.json"}
+    assert set(after) == set(before) - {"README.md"} | {"export_report.json", "agent.py"}
     assert {name: after[name] for name in set(before) - changed - {"README.md"}} == {
         name: before[name] for name in set(before) - changed - {"README.md"}
     }
