@@ -123,7 +123,9 @@ class RewardConfig(StrictModel):
 
     gate_bonuses: pay the two bonuses only in groups in which some candidate is right. group_filter: which groups
     carry no signal and are left out: "reward" those whose rewards are all equal, "exact" those in which
-    all candidates or none are right, "off" none.
+    all candidates or none are right, "off" none. refill: how often a step draws further questions in the place of
+    groups left out (0: they are skipped). Groups that were replaced do not count in the loss's number of episodes;
+    they count in all reported figures, and in groups_dropped.
     """
 
     exact: NonNegativeFloat = 3.0
@@ -133,6 +135,7 @@ class RewardConfig(StrictModel):
     majority_bonus: NonNegativeFloat = 0.1
     gate_bonuses: bool = False
     group_filter: Literal["reward", "exact", "off"] = "reward"
+    refill: NonNegativeInt = 0
     degenerate_limit: NonNegativeFloat = 1.0
     degenerate_sample: NonNegativeInt = 64
 

@@ -25,16 +25,17 @@ from train.rollout import (
     Group,
     Question,
     Scorer,
+    StepDraw,
     add_sums,
     check_weights,
     curriculum_settings,
-    draw_questions,
     episode_lines,
     rollout_sums,
     run_groups,
     score_groups,
     summarize,
     training_rows,
+    with_signal,
 )
 from train.rollout_engines import EngineFactory, RolloutEngine, check_rollout_engine, make_rollout_engine
 from train.run import CONFIG_COPY
@@ -273,49 +274,88 @@ def _one_step(run: Run, step: int) -> bool:
     """One step on this rank; False when a stop was asked for before the update, and then nothing has changed."""
     config, label = run.config, f"step {step + 1}/{run.config.steps}"
     watch = Stopwatch()
-    # One rank decides: a gold query near its time limit must not split the ranks over what the step is.
-    drawn = [draw_questions(run.pool, step, config, run.scorer) if run.rank == 0 else None]
-    broadcast_object_list(drawn)
-    assert drawn[0] is not None
-    questions, skipped = drawn[0]
-    per_rank = len(questions) // run.ranks
-    mine = questions[run.rank * per_rank : (run.rank + 1) * per_rank]
-    watch.lap("draw")
-
-    groups: list[Group] = []
-    try:
-        groups = _collect(run, mine, step, label, watch)
-    except StopRequested:
-        run.stop.announce()
-    if run.stopping():
+    asked = _ask(run, step, label, watch)
+    if asked is None:
         return False
-
-    sums = add_sums(gather_object([rollout_sums(groups, config)]))
-    n_episodes = int(sums.get("episodes", 0))
-    if n_episodes == 0:
-        first = next((error for group in groups for error in group.errors), "on another rank")
+    sums = add_sums(gather_object([rollout_sums(asked.groups, config)]))
+    if sums.get("episodes", 0) == 0:
+        first = next((error for group in asked.groups for error in group.errors), "on another rank")
         raise RuntimeError(f"step {step}: every episode failed by a fault of ours; the first: {first}")
+    n_episodes = sum(gather_object([sum(len(group.episodes) for group in asked.trained)]))
     run.log.phase(f"{label}: updating")
     figures = run.trainer.update(
-        training_rows(groups, config), n_episodes, step, run.stop.poll if run.ranks == 1 else _stay
+        training_rows(asked.trained, config), n_episodes, step, run.stop.poll if run.ranks == 1 else _stay
     )
     watch.lap("update")
 
     seconds = sum(watch.seconds.values())
     run.log.step(
-        {"step": step, "ranks": run.ranks}
+        {"step": step}
         | summarize(sums)
         | {"quantile_expected": expected_quantile(run.pool.quantiles, step, curriculum_settings(config))}
         | figures
         | {f"seconds_{name}": value for name, value in watch.seconds.items()}
         | {"seconds": seconds, "tokens_per_second": sums["sampled_tokens"] / max(seconds, 1e-9)}
-        | {"questions": [question.example.question_id for question in questions]}
-        | {"skipped": dict(skipped), "weights": run.trainer.weights}
+        | {"questions": [question.example.question_id for question in asked.questions]}
+        | {"skipped": asked.skipped, "weights": run.trainer.weights}
     )
     every = config.sample_episodes_every
     if every and step % every == 0 and run.rank == 0:
-        write_lines(config.output / "episodes" / f"step-{step:06d}.jsonl", episode_lines(groups, step))
+        write_lines(config.output / "episodes" / f"step-{step:06d}.jsonl", episode_lines(asked.groups, step))
     return True
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a step asked: the `questions` of all ranks in drawn order, and this rank's `groups`.
+
+    `trained` are the groups that the step's loss is about: all of them, but for those that were replaced by others.
+    """
+
+    questions: list[Question]
+    skipped: dict[str, int]
+    groups: list[Group]
+    trained: list[Group]
+
+
+def _ask(run: Run, step: int, label: str, watch: Stopwatch) -> Asked | None:
+    """Draw, roll out and score, again in the place of groups without signal as often as configured; None to stop.
+
+    One rank draws for all: a gold query near its time limit must not split the ranks over what the step is.
+    """
+    config = run.config
+    draw = StepDraw(run.pool, step, config, run.scorer) if run.rank == 0 else None
+    questions: list[Question] = []
+    groups: list[Group] = []
+    kept: list[Group] = []
+    last: list[Group] = []
+    missing = config.rollout.questions
+    for attempt in range(1 + config.reward.refill):
+        news: list[list[Question]] = [[]]
+        if draw is not None:
+            news = [draw.take(missing) if attempt else draw.first(missing)]
+        broadcast_object_list(news)
+        if not news[0]:
+            break
+        watch.lap("draw")
+        n = len(news[0])
+        mine = news[0][n * run.rank // run.ranks : n * (run.rank + 1) // run.ranks]
+        kept += with_signal(last, config)
+        last = []
+        try:
+            last = _collect(run, mine, step, label, watch)
+        except StopRequested:
+            run.stop.announce()
+        if run.stopping():
+            return None
+        questions += news[0]
+        groups += last
+        missing -= sum(gather_object([len(with_signal(last, config))]))
+        if missing <= 0:
+            break
+    skipped = [dict(draw.skipped) if draw is not None else {}]
+    broadcast_object_list(skipped)
+    return Asked(questions, skipped[0], groups, kept + last)
 
 
 def _collect(run: Run, questions: Sequence[Question], step: int, label: str, watch: Stopwatch) -> list[Group]:

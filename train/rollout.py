@@ -5,6 +5,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from shared.chat import ChatCodec
@@ -134,35 +135,51 @@ def curriculum_settings(config: TrainConfig) -> CurriculumSettings:
     return CurriculumSettings(config.curriculum.enabled, config.curriculum.ramp_steps, config.curriculum.k)
 
 
-def draw_questions(pool: Pool, step: int, config: TrainConfig, scorer: Scorer) -> tuple[list[Question], Counter[str]]:
-    """The questions of a step, in drawn order, and why drawn ones were passed over (with how often).
+class StepDraw:
+    """The questions of one step, in drawn order; a pure function of (seed, step) but for golds that cannot be used.
 
-    A question whose gold fails or is empty is replaced by the next of the same draw.
+    `skipped` counts why drawn questions were passed over: a question whose gold fails or is empty is replaced by the
+    next of the same draw.
     """
-    wanted = config.rollout.questions
-    settings = curriculum_settings(config)
-    size = len(pool.examples)
-    order = draw(
-        pool.quantiles, max(wanted, min(REFILL * wanted, size)), seed=config.seed, step=step, settings=settings
-    )
-    questions: list[Question] = []
-    skipped: Counter[str] = Counter()
-    for position in order.tolist():
-        if len(questions) == wanted:
-            break
-        example = pool.examples[position]
-        gold = scorer.gold(example)
-        if isinstance(gold, str):
-            skipped[gold] += 1
-            continue
-        mode = question_mode(config.seed, step, example, config.rollout.explore_share)
-        questions.append(Question(position, example, float(pool.quantiles[position]), mode))
-    if len(questions) < wanted:
-        raise SetupError(
-            f"step {step}: only {len(questions)} of {len(order)} drawn questions have a usable gold result "
-            f"({', '.join(f'{n} {why}' for why, n in skipped.items())}); mend the data or lower rollout.questions"
+
+    def __init__(self, pool: Pool, step: int, config: TrainConfig, scorer: Scorer) -> None:
+        self.skipped: Counter[str] = Counter()
+        self._step = step
+        # A longer draw begins with the shorter one, so looking further ahead changes nothing.
+        n = REFILL * config.rollout.questions * (1 + config.reward.refill)
+        self._order = draw(
+            pool.quantiles,
+            max(config.rollout.questions, min(n, len(pool.examples))),
+            seed=config.seed,
+            step=step,
+            settings=curriculum_settings(config),
         )
-    return questions, skipped
+        self._questions = self._usable(pool, config, scorer)
+
+    def take(self, n: int) -> list[Question]:
+        """The next `n` questions that can be used, or as many as are left."""
+        return list(islice(self._questions, n))
+
+    def first(self, n: int) -> list[Question]:
+        """The first `n`. SetupError when there are fewer."""
+        questions = self.take(n)
+        if len(questions) < n:
+            raise SetupError(
+                f"step {self._step}: only {len(questions)} of {len(self._order)} drawn questions have a usable gold "
+                f"result ({', '.join(f'{n} {why}' for why, n in self.skipped.items())}); mend the data or lower "
+                "rollout.questions"
+            )
+        return questions
+
+    def _usable(self, pool: Pool, config: TrainConfig, scorer: Scorer) -> Iterator[Question]:
+        for position in self._order.tolist():
+            example = pool.examples[position]
+            gold = scorer.gold(example)
+            if isinstance(gold, str):
+                self.skipped[gold] += 1
+                continue
+            mode = question_mode(config.seed, self._step, example, config.rollout.explore_share)
+            yield Question(position, example, float(pool.quantiles[position]), mode)
 
 
 def run_groups(
@@ -233,12 +250,15 @@ def check_weights(groups: Sequence[Group], expected: str) -> None:
                 )
 
 
+def with_signal(groups: Sequence[Group], config: TrainConfig) -> list[Group]:
+    """The groups that the step can learn from, by the config's filter."""
+    return [group for group in groups if has_signal(group.scores, config.reward.group_filter)]
+
+
 def training_rows(groups: Sequence[Group], config: TrainConfig) -> list[TrainRow]:
     """Rows of the groups that carry a signal, with advantages; groups without one are left out."""
     rows: list[TrainRow] = []
-    for group in groups:
-        if not has_signal(group.scores, config.reward.group_filter):
-            continue
+    for group in with_signal(groups, config):
         advantages = group_advantages([score.reward for score in group.scores])
         for record, advantage in zip(group.episodes, advantages, strict=True):
             rows.append(TrainRow(record.ids, record.mask, record.logprobs, advantage))

@@ -128,6 +128,31 @@ def test_a_step_without_signal_is_logged_as_empty_and_changes_nothing(
     assert all(value is not None for line in lines for value in line.values())
 
 
+def test_groups_without_signal_are_replaced_when_asked_for(tmp_path: Path, model_folder: Path) -> None:
+    skipping, refilling = (
+        finish(tmp_path / str(refill), model_folder, "steps=3", f"reward.refill={refill}", "reward.group_filter=exact")
+        for refill in (0, 3)
+    )
+    # As the script has it: a question whose candidates are all right or all wrong comes up now and then.
+    assert sum(line["groups_dropped"] for line in skipping) > 0
+    assert all(len(line["questions"]) == 6 for line in skipping)
+    for fewer, more in zip(skipping, refilling, strict=True):
+        drawn = len(more["questions"])
+        assert len(set(more["questions"])) == drawn, "no question twice in a step"
+        assert drawn - more["groups_dropped"] == 6, "six with signal, however many were asked"
+        assert more["train_episodes"] == 6 * 4
+        assert more["episodes"] == drawn * 4, "figures are about all that was asked"
+        if fewer["step"] == 0:
+            assert more["questions"][:6] == fewer["questions"]
+
+
+def test_a_refill_that_finds_nothing_ends(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted.ScriptedPolicy, "_text", lambda self, request: "I cannot")
+    lines = finish(tmp_path, model_folder, "steps=1", "reward.refill=9")
+    assert lines[0]["empty"] == 1.0
+    assert len(lines[0]["questions"]) == 23, "the pool without its empty gold"
+
+
 def test_the_gate_stops_before_the_first_update_and_says_the_figures(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(
         SetupError, match=r"gate, step 0: mean \|trainer - sampler\| is 0\.0500.*limit gate\.mean_gap is 0\.02"

@@ -23,9 +23,9 @@ from train.rollout import (
     Group,
     Question,
     Scorer,
+    StepDraw,
     add_sums,
     check_weights,
-    draw_questions,
     question_mode,
     rollout_sums,
     run_groups,
@@ -176,16 +176,16 @@ def test_a_question_without_usable_gold_is_replaced_by_the_next_drawn(
     )
     scorer, passed_over = Scorer(config, sandbox), 0
     for step in range(5):
-        questions, skipped = draw_questions(mixed, step, config, scorer)
+        drawn = StepDraw(mixed, step, config, scorer)
+        questions = drawn.first(6)
         assert len({question.example.question_id for question in questions}) == 6
         assert not broken & {question.example.question_id for question in questions}
-        again, _ = draw_questions(mixed, step, config, Scorer(config, sandbox))
-        assert again == questions
-        passed_over += sum(skipped.values())
+        assert StepDraw(mixed, step, config, Scorer(config, sandbox)).first(6) == questions
+        passed_over += sum(drawn.skipped.values())
     assert passed_over > 0
     useless = Pool([replace(e, gold_sql="SELEC") for e in pool.examples], pool.lengths, pool.quantiles)
     with pytest.raises(SetupError, match="only 0 of 24 drawn questions have a usable gold"):
-        draw_questions(useless, 0, config, Scorer(config, sandbox))
+        StepDraw(useless, 0, config, Scorer(config, sandbox)).first(6)
 
 
 def test_a_missing_database_stops_the_run_and_is_not_a_reward_of_zero(
