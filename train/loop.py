@@ -290,7 +290,7 @@ def _one_step(run: Run, step: int) -> bool:
 
     seconds = sum(watch.seconds.values())
     run.log.step(
-        {"step": step}
+        {"step": step, "ranks": run.ranks}
         | summarize(sums)
         | {"quantile_expected": expected_quantile(run.pool.quantiles, step, curriculum_settings(config))}
         | figures
