@@ -18,12 +18,15 @@ from shared.config import build_config, parse_overrides
 from shared.data.example import Example
 from shared.database import Database
 from shared.engines.base import Completion, Request
+from train import loop, state
 from train.batch import TrainRow, collate
 from train.config import TrainConfig
 from train.logprobs import LogprobModel
 from train.loop import run_training
 from train.model import Policy, load_model
+from train.optim import Optimizers
 from train.pool import Pool, build_pool
+from train.rollout import Scorer
 from train.sharding import WholeCopy, is_sharded
 from train.stopping import StopFlag
 from train.trainer import Trainer
@@ -170,7 +173,43 @@ def assert_same_run(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) ->
     ]
 
 
+# Where each phase of a run spends its time, as (owner, function); each is entered once a step or more often.
+PHASES: dict[str, tuple[Any, str]] = {
+    "rollout": (ScriptedPolicy, "step"),
+    "scoring": (Scorer, "score"),
+    "sync": (ScriptedPolicy, "refresh"),
+    "update": (Optimizers, "step"),
+    "evaluation": (loop, "ask"),
+    "saving": (state, "save_policy"),
+}
+
+
+def signal_yourself(phase: str, number: int, times: int) -> None:
+    """Have this process send itself `times` signals when it next enters the phase, after a step of its own at least."""
+    owner, name = PHASES[phase]
+    function, before = getattr(owner, name), Trainer.update
+    updates = 0
+
+    def update(*arguments: Any, **more: Any) -> Any:
+        nonlocal updates
+        updates += 1
+        return before(*arguments, **more)
+
+    def entered(*arguments: Any, **more: Any) -> Any:
+        nonlocal times
+        while updates and times:
+            times -= 1
+            os.kill(os.getpid(), number)
+        return function(*arguments, **more)
+
+    setattr(Trainer, "update", update)  # noqa: B010 (a method is replaced, which types don't allow)
+    setattr(owner, name, entered)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     target = Path(sys.argv[1])
+    if (wish := os.environ.get("SCRIPTED_SIGNAL")) and os.environ["SIGNALLED_RANK"] == os.environ.get("RANK", "0"):
+        place, how, often = wish.split()
+        signal_yourself(place, int(how), int(often))
     sys.exit(run(make_config(target, Path(sys.argv[2]), sys.argv[3:]), target))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -205,6 +206,40 @@ def test_a_sharded_run_samples_from_a_whole_copy(tmp_path: Path, model_folder: P
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
     assert len({line["weights"] for line in metrics(tmp_path)}) == 3
+
+
+PHASES = ["rollout", "scoring", "sync", "update", "evaluation", "saving"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_in_any_phase_saves_and_the_next_start_goes_on(
+    tmp_path: Path, model_folder: Path, spawn: Spawn, number: int
+) -> None:
+    more = ("steps=500", "checkpoint.every=2", "validation.every=2", "validation.benchmark=toy", "checkpoint.keep=2")
+    done = 0
+    for phase in PHASES:
+        # One rank writes; while it does, it gets a second signal too.
+        rank, times = ("0", 2) if phase == "saving" else ("1", 1)
+        environment = {"SCRIPTED_SIGNAL": f"{phase} {int(number)} {times}", "SIGNALLED_RANK": rank}
+        process = spawn(tmp_path, model_folder, *more, ranks=2, environment=environment)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode != 0, f"{phase}: the run went on\n{stderr}"
+        # torchrun's own code is 1; its summary has the ranks'.
+        assert set(re.findall(r"exitcode\s*: (-?\d+)", stderr)) <= {str(EXIT_REQUEUE), "-15"}, f"{phase}: {stderr}"
+        assert f"exitcode  : {EXIT_REQUEUE}" in stderr, f"{phase}: {stderr}"
+        assert 'scripted_run.py", line' not in stderr, f"{phase}: a rank fell\n{stderr}"
+        found = newest_complete(tmp_path / "run")
+        assert found is not None, phase
+        steps = [line["step"] for line in metrics(tmp_path)]
+        assert steps == list(range(found[0])), f"{phase}: logged {steps}, saved {found[0]}"
+        assert found[0] > done, f"{phase}: nothing was added"
+        if done:
+            assert f"continuing at step {done + 1}" in stderr, f"{phase}: {stderr}"
+        done = found[0]
+        assert not list((tmp_path / "run").glob(".unfinished*")), phase
+        alive = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True).stdout.split()
+        assert not alive, f"{phase}: {alive} are left"
 
 
 @pytest.mark.slow
