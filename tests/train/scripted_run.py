@@ -18,7 +18,7 @@ from shared.config import build_config, parse_overrides
 from shared.data.example import Example
 from shared.database import Database
 from shared.engines.base import Completion, Request
-from train import loop, state
+from train import loop, state, trainer
 from train.batch import TrainRow, collate
 from train.config import TrainConfig
 from train.logprobs import LogprobModel
@@ -206,9 +206,28 @@ def signal_yourself(phase: str, number: int, times: int) -> None:
     setattr(owner, name, entered)
 
 
+def count_collectives(file: Path) -> None:
+    """Write down, one name a line, each collective call that this process makes through accelerate's helpers."""
+    for module in (loop, trainer):
+        for name in ("gather_object", "broadcast_object_list"):
+            if (function := getattr(module, name, None)) is not None:
+                setattr(module, name, _counted(function, name, file))
+
+
+def _counted(function: Any, name: str, file: Path) -> Any:
+    def call(*arguments: Any, **more: Any) -> Any:
+        with file.open("a") as lines:
+            lines.write(name + "\n")
+        return function(*arguments, **more)
+
+    return call
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     target = Path(sys.argv[1])
+    if folder := os.environ.get("COUNT_COLLECTIVES"):
+        count_collectives(Path(folder) / f"rank-{os.environ.get('RANK', '0')}")
     if (wish := os.environ.get("SCRIPTED_SIGNAL")) and os.environ["SIGNALLED_RANK"] == os.environ.get("RANK", "0"):
         place, how, often = wish.split()
         signal_yourself(place, int(how), int(often))

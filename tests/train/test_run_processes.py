@@ -1,4 +1,4 @@
-"""Runs as programs: signals, kills, ranks. Slow: each start imports torch anew."""
+"""Runs as programs: signals, kills, ranks. Mostly marked slow: each start imports torch anew."""
 
 import contextlib
 import os
@@ -109,10 +109,14 @@ def test_kill_at_random_moments_then_resume_equals_the_uninterrupted_run(
     assert_same_run(metrics(tmp_path), metrics(finished))
 
 
-RANKS = [("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)]
+RANKS = [
+    ("ddp", 2),
+    ("fsdp", 2),
+    pytest.param("ddp", 3, marks=pytest.mark.slow),
+    pytest.param("fsdp", 3, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "ranks"), RANKS)
 def test_ranks_change_nothing_but_rounding(
     tmp_path: Path, model_folder: Path, finished: Path, spawn: Spawn, parallel: str, ranks: int
@@ -247,7 +251,7 @@ def test_a_signal_to_one_rank_in_any_phase_saves_and_the_next_start_goes_on(
 def test_a_rank_without_anything_to_train_on_takes_part(
     tmp_path: Path, model_folder: Path, spawn: Spawn, parallel: str
 ) -> None:
-    environment = {"SCRIPTED_SILENT_RANK": "1"}
+    environment = {"SCRIPTED_SILENT_RANK": "1", "COUNT_COLLECTIVES": str(tmp_path)}
     process = spawn(tmp_path, model_folder, "steps=2", f"parallel={parallel}", ranks=2, environment=environment)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
@@ -255,6 +259,9 @@ def test_a_rank_without_anything_to_train_on_takes_part(
         assert line["groups_dropped"] >= 3
         assert line["empty"] == 0
         assert 0 < line["train_episodes"] <= 12
+    first, second = ((tmp_path / f"rank-{rank}").read_text().splitlines() for rank in (0, 1))
+    assert first == second, "both ranks make the same collective calls in the same order"
+    assert first.count("gather_object") > 6
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
