@@ -24,7 +24,7 @@ from typing import Any
 from eval.models import check_context, check_model_folder
 from eval.served import connect
 from shared.chat import ChatCodec, TokenizerCodec
-from shared.cli import ArgumentParser, plain, run_main
+from shared.cli import ArgumentParser, run_main
 from shared.data.example import Example
 from shared.database import Database
 from shared.engines.base import Completion, Engine, Request, SamplingParams
@@ -32,6 +32,7 @@ from shared.episode import EpisodeConfig, EpisodeRecord
 from shared.errors import SetupError
 from shared.runner import Task, run_episodes
 from shared.sql.sandbox import Limits, Sandbox
+from shared.text import plain
 from shared.tools.executor import ToolExecutor
 from shared.tools.rows import render_rows
 

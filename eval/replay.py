@@ -27,13 +27,14 @@ from eval.pairing import Run, load_run
 from eval.records import RUN, read_json
 from eval.summary import summarize
 from shared.chat import ByteCodec
-from shared.cli import ArgumentParser, plain, run_main
+from shared.cli import ArgumentParser, run_main
 from shared.config import build_config
 from shared.data.example import Example
 from shared.engines.base import Completion
 from shared.episode import Ended, Episode, EpisodeConfig, EpisodeRecord
 from shared.errors import SetupError
 from shared.sql.sandbox import Sandbox
+from shared.text import plain
 from shared.tools.executor import ToolExecutor
 from shared.tools.protocol import PROMPT_SHA256
 

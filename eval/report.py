@@ -10,10 +10,11 @@ from pathlib import Path
 from eval.content import Content, comparison_content, run_content
 from eval.page import render_page
 from eval.pairing import load_run
-from eval.tables import escape_markdown, to_markdown
+from eval.tables import to_markdown
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
 from shared.files import write_atomic
+from shared.text import escape_markdown
 
 
 def load_content(folders: Sequence[Path]) -> Content:

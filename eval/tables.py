@@ -6,6 +6,7 @@ from typing import Any
 
 from eval.breakdown import Accuracy, accuracies, accuracy, by_database, by_difficulty, by_gold_length, group_by
 from eval.measures import CLASSES, Record
+from shared.text import escape_markdown
 
 MINUS = "−"
 
@@ -247,11 +248,3 @@ def to_markdown(table: Table) -> str:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(escape_markdown(cell) for cell in cells) + " |"
-
-
-def escape_markdown(text: str) -> str:
-    """The text on one line, with everything that markdown or HTML would read as markup made plain."""
-    text = " ".join(text.encode("utf-8", "replace").decode().split())
-    for mark in "\\`*_[]|<>#":
-        text = text.replace(mark, f"\\{mark}")
-    return text.replace("&", "&amp;")

@@ -12,8 +12,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from shared.cli import plain
 from shared.sql.sandbox import QueryResult
+from shared.text import plain
 
 _MAX_LINES = 24
 _CELL_CHARACTERS = 80

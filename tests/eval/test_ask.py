@@ -8,10 +8,10 @@ from rich.console import Console
 
 from eval.ask import main, parse_arguments
 from eval.terminal import show_question, show_rows, show_turn
-from shared.cli import plain
 from shared.engines.scripted import call_text
 from shared.errors import SetupError
 from shared.sql.sandbox import BadText, QueryResult
+from shared.text import plain
 from tests.eval.agents import HOSTILE
 
 LOOK, TRY, SUBMIT = (

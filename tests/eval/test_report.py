@@ -14,9 +14,10 @@ from eval.pairing import load_run
 from eval.plots import Estimate, bar_plot, histogram_plot, interval_plot
 from eval.records import SUMMARY, read_json, write_json
 from eval.report import load_content, main, render_markdown
-from eval.tables import Row, Table, escape_markdown, points, to_markdown
+from eval.tables import Row, Table, points, to_markdown
 from eval.trace import trace
 from shared.errors import SetupError
+from shared.text import escape_markdown
 from tests.eval.agents import HOSTILE, evaluate_mixed
 from tests.eval.hostile import DB_ID, write_hostile
 from tests.eval.runs import arguments
