@@ -27,10 +27,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shared.cli import run_main
+from shared.files import write_atomic
 from shared.tools.protocol import PROMPT_SHA256
 from train.export.aux_files import plan_aux_files
+from train.export.card import CARD, render_card
 from train.export.one_file import one_file
 from train.export.plan import ExportPlan, check_output_folder, make_plan
+from train.export.record import CardRecord, card_record
 from train.export.sources import checkpoint_folder, model_folder
 from train.export.verify import TensorRow, Verdict, provenance, verify_export
 from train.export.write import beside, write_export, write_json
@@ -48,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     aux_files = plan_aux_files(base, checkpoint) | {AGENT: agent_program()}
     console.print(f"checking every tensor of {checkpoint} against {base}", soft_wrap=True)
     plan = make_plan(base, checkpoint)
+    record = card_record(args.out.resolve().name, base, checkpoint, lambda line: console.print(f"note: {line}"))
 
     try:
-        rows = _export(plan, aux_files, args.out, console, verify=args.verify)
+        rows = _export(plan, aux_files, args.out, console, record, verify=args.verify)
     except VerificationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -72,7 +76,7 @@ class VerificationError(Exception):
 
 
 def _export(
-    plan: ExportPlan, aux_files: Mapping[str, bytes], out: Path, console: Console, *, verify: bool
+    plan: ExportPlan, aux_files: Mapping[str, bytes], out: Path, console: Console, record: CardRecord, *, verify: bool
 ) -> Sequence[TensorRow]:
     """Write, verify and put in place. Returns the provenance table; raises VerificationError."""
     size = sum(file.nbytes for file in plan.base.files)
@@ -86,7 +90,9 @@ def _export(
                 verdict = verify_export(plan, aux_files, folder, lambda n: bars.advance(task, n))
         if verdict.problems:
             raise VerificationError(verdict.problems)
-        write_json(folder / REPORT, report(plan, verdict.rows, verified=verify))
+        written = report(plan, verdict.rows, verified=verify) | {"card": record.model_dump(mode="json")}
+        write_json(folder / REPORT, written)
+        write_atomic(folder / CARD, render_card(record, written, folder))
     return verdict.rows
 
 

@@ -64,7 +64,8 @@ def test_config_tokenizer_and_template_are_the_bases_bytes_and_both_stops_are_se
     export(base, checkpoint, out)
     before, after = snapshot(base), snapshot(out)
     changed = {"model.safetensors", "generation_config.json"}
-    assert set(after) == set(before) - {"README.md"} | {"export_report.json", "agent.py"}
+    assert set(after) == set(before) | {"export_report.json", "agent.py"}
+    assert after["README.md"] != before["README.md"]
     assert {name: after[name] for name in set(before) - changed - {"README.md"}} == {
         name: before[name] for name in set(before) - changed - {"README.md"}
     }

@@ -7,7 +7,7 @@ from shared.errors import SetupError
 from train.checkpoint import MARKER, newest_complete, why_incomplete
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "LICENSE", "NOTICE"]
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "LICENSE", "NOTICE", "README.md"]
 
 
 def model_folder(name: str, flag: str) -> Path:
