@@ -70,6 +70,11 @@ class Watched:
         self._engine, self._codec, self._show = engine, codec, show
         self._turn, self._seen = 0, 0
 
+    @property
+    def batches_by_itself(self) -> bool:
+        """As the engine does."""
+        return self._engine.batches_by_itself
+
     def add(self, request: Request) -> None:
         """Show what the prompt has got since the last turn, and hand the request on."""
         texts, turn = self._codec.texts, int(request.context["turn"])

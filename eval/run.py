@@ -106,8 +106,6 @@ def _episodes(
         prepared.episode(config),
         concurrency=config.concurrency,
         tool_threads=config.workers,
-        # These two batch by themselves; waiting would only leave them idle.
-        wait_for_tools=config.engine not in ("vllm", "openai"),
     )
     stopped: SetupError | None = None
     with ThreadPoolExecutor(config.workers, thread_name_prefix="judge") as pool:

@@ -5,7 +5,7 @@ processes) -> next_request ... until it ends and its record is yielded. Records 
 """
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from shared.chat import ChatCodec
@@ -33,16 +33,19 @@ def run_episodes(
     *,
     concurrency: int = 64,
     tool_threads: int = 4,
-    wait_for_tools: bool = True,
+    wait_for_tools: bool | None = None,
 ) -> Iterator[tuple[int, EpisodeRecord]]:
     """Run every task and yield (its index, its record) as episodes end.
 
-    At most `concurrency` episodes are alive. With `wait_for_tools` the engine steps only when no tool is running, so
-    what shares a batch, and with it every float, is the same in every run; without it the engine never waits.
+    At most `concurrency` episodes are alive. With `wait_for_tools` the engine steps only when no tool is running; the
+    engine says which it wants (`Engine.batches_by_itself`) unless it is given.
     SetupError (a missing database, say) stops the whole run: it would be wrong to charge it to the model.
     """
     if concurrency < 1 or tool_threads < 1:
         raise ValueError("concurrency and tool_threads must be at least 1")
+    if wait_for_tools is None:
+        wait_for_tools = not engine.batches_by_itself
+    until = ALL_COMPLETED if wait_for_tools else FIRST_COMPLETED
     source = enumerate(tasks)
     running: dict[str, tuple[int, Episode]] = {}
     tools: dict[Future[Request | None], str] = {}
@@ -80,9 +83,7 @@ def run_episodes(
                         name = completion.request_id.rpartition("#")[0]
                         tools[pool.submit(advance, running[name][1], completion)] = name
                 block = not engine.has_work() or wait_for_tools
-                finished = (
-                    wait(tools, timeout=None if block else 0, return_when=_until(wait_for_tools)).done if tools else ()
-                )
+                finished = wait(tools, timeout=None if block else 0, return_when=until).done if tools else ()
                 # Sets have no order; the engine must see requests in the same order in every run.
                 for future in [f for f in tools if f in finished]:
                     name = tools.pop(future)
@@ -96,7 +97,3 @@ def run_episodes(
         finally:
             for name in running:
                 engine.end_session(name)
-
-
-def _until(everything: bool) -> str:
-    return "ALL_COMPLETED" if everything else FIRST_COMPLETED

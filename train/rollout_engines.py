@@ -151,6 +151,10 @@ class SyncedEngine:
         self._held = ""
         engine.weights = lambda: self._held
 
+    @property
+    def batches_by_itself(self) -> bool:
+        return self.engine.batches_by_itself
+
     def add(self, request: Request) -> None:
         """Queue a request, on the trainer's present weights. RuntimeError when they changed while others run."""
         self.refresh()

@@ -109,6 +109,10 @@ class StoppableEngine:
         self._engine = engine
         self._flag = flag
 
+    @property
+    def batches_by_itself(self) -> bool:
+        return self._engine.batches_by_itself
+
     def add(self, request: Request) -> None:
         self._engine.add(request)
 

@@ -60,6 +60,14 @@ class Completion:
 class Engine(Protocol):
     """A request-level engine."""
 
+    @property
+    def batches_by_itself(self) -> bool:
+        """Whether it puts batches together as requests come, so that it is stepped while tools run.
+
+        True for vLLM and for servers, which would only be idle meanwhile. An engine that answers False is stepped when
+        no tool runs: what shares a batch, and with it every float, is then the same in every run.
+        """
+
     def add(self, request: Request) -> None:
         """Queue one request; its sampling starts at the next `step`."""
 

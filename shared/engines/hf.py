@@ -52,6 +52,8 @@ class HFEngine:
     Changing the model's weights while requests run is the caller's error; call `reset` in between.
     """
 
+    batches_by_itself = False
+
     def __init__(
         self,
         model: PreTrainedModel,

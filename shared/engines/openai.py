@@ -35,6 +35,8 @@ class ServedEngine:
     ready. What an exchange raises comes out of `step`: SetupError when the server fails for good.
     """
 
+    batches_by_itself = True
+
     def __init__(self, exchange: Exchange, *, concurrency: int = 64) -> None:
         self._exchange = exchange
         self._asked: SimpleQueue[Request | None] = SimpleQueue()

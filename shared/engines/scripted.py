@@ -26,6 +26,8 @@ class TurnCodec(Protocol):
 class ScriptedEngine:
     """Answers each request with the turn that `script(request)` returns, at the next step."""
 
+    batches_by_itself = False
+
     def __init__(self, codec: TurnCodec, script: Callable[[Request], str], weights: str):
         self._codec, self._script, self._weights = codec, script, weights
         self._queue: list[Request] = []

@@ -51,6 +51,8 @@ class VLLMEngine:
     SetupError when vLLM is not installed or refuses the folder.
     """
 
+    batches_by_itself = True
+
     def __init__(
         self,
         folder: Path,

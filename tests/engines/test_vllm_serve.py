@@ -114,7 +114,7 @@ def test_episodes_through_the_server_are_those_of_the_model(export: Path, data: 
     tasks = [Task(Example(f"q{i}", "shop", f"Question {i}?", "SELECT 1", database), seed=i) for i in range(6)]
     config = EpisodeConfig(max_turns=2, max_new_tokens=20, max_tokens=vllm_server.MAX_LEN)
     with Sandbox(workers=1) as sandbox:
-        episodes = run_episodes(tasks, engine, served.codec, sandbox, config, concurrency=4, wait_for_tools=False)
+        episodes = run_episodes(tasks, engine, served.codec, sandbox, config, concurrency=4)
         records = [record for _, record in episodes]
     engine.close()
     model = Qwen3_5ForCausalLM.from_pretrained(export, dtype=torch.float32).eval()

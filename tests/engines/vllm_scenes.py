@@ -202,7 +202,7 @@ def episodes(engine: Engine, codec: Any) -> list[JSON]:
         examples = [Example(f"q{i}", "shop", f"Question {i}?", "SELECT 1", Database("shop", path)) for i in range(5)]
         config = EpisodeConfig(mode="full", max_turns=3, max_new_tokens=16, max_tokens=MAX_LEN)
         tasks = [Task(example, seed=i) for i, example in enumerate(examples)]
-        records = run_episodes(tasks, engine, codec, sandbox, config, concurrency=3, wait_for_tools=False)
+        records = run_episodes(tasks, engine, codec, sandbox, config, concurrency=3)
         return [record.to_json() for _, record in records]
 
 

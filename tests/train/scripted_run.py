@@ -36,6 +36,8 @@ from train.validation import HeldOut
 class ScriptedPolicy:
     """Says, by the seed, a right, a wrong, a failing or no answer; log-probs are the trainer's own plus `gap`."""
 
+    batches_by_itself = False
+
     def __init__(self, policy: Policy, trainer: Trainer, gap: float = 0.0, weights: str = "") -> None:
         self.policy, self.trainer, self.gap, self.weights = policy, trainer, gap, weights
         self.queue: list[Request] = []

@@ -55,6 +55,8 @@ def _config(tmp_path: Path, *overrides: str) -> TrainConfig:
 class TurnEngine:
     """Says what `turn(request)` returns, as ids and a stop reason; log-probs are -0.5."""
 
+    batches_by_itself = False
+
     def __init__(self, codec: ChatCodec, turn: Any) -> None:
         self.codec, self.turn = codec, turn
         self.queue: list[Request] = []

@@ -137,6 +137,8 @@ def engine_shapes(live: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
 class FakeEngine:
     """Keeps bfloat16 copies (A_log in float32) as vLLM does; names in `skip` are silently not loaded."""
 
+    batches_by_itself = True
+
     def __init__(self, live: nn.Module) -> None:
         self.weights: Callable[[], str] = lambda: ""
         self.model = nn.Module()
