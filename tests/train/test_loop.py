@@ -1,5 +1,6 @@
 """Whole runs with scripted episodes: files, resuming, stopping, and what stops a run."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.train.scripted_run import assert_same_run, finish, metrics
 from train.checkpoint import newest_complete
 from train.config import TrainConfig
 from train.stopping import EXIT_REQUEUE, STOP_FILE, only_one
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_run_leaves_what_it_promises(finished: Path) -> None:
@@ -144,6 +147,28 @@ def test_groups_without_signal_are_replaced_when_asked_for(tmp_path: Path, model
         assert more["episodes"] == drawn * 4, "figures are about all that was asked"
         if fewer["step"] == 0:
             assert more["questions"][:6] == fewer["questions"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("grpo_*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_run_takes_a_step_with_a_tiny_model(tmp_path: Path, model_folder: Path, path: Path) -> None:
+    shipped = load_config(path, TrainConfig)
+    # What the recipe says of steps, batches, loss and optimizer stays; the rest is this machine's.
+    config = load_config(
+        path,
+        TrainConfig,
+        [
+            f"output={tmp_path / 'run'}",
+            f"model.path={model_folder}",
+            f"planned_steps={shipped.steps}",
+            *("steps=1", "device=cpu", "rollout.engine=hf", "validation.every=0"),
+        ],
+    )
+    assert scripted.run(config, tmp_path) == 0
+    line = metrics(tmp_path)[0]
+    assert line["episodes"] == 18 * 8
+    assert line["lr"] == pytest.approx(1e-5 / math.ceil(0.05 * shipped.steps)), "the first step of the warm-up"
+    assert line["gap_mean"] <= shipped.gate.mean_gap
+    assert len(set(line["questions"])) == 18
 
 
 def test_a_refill_that_finds_nothing_ends(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

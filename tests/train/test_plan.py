@@ -54,12 +54,11 @@ def test_memory_of_the_curriculum_run(shape: Shape, curriculum: TrainConfig) -> 
     assert sizes["logits chunk"] == 512 * 248_320 * (4 + 4 + 2) + 248_320 * 2048 * 6
     # 18 questions over 3 ranks, 8 candidates, all of them at the whole budget.
     assert sizes["KV cache and states"] == 48 * (24_576 * 12_288 + shape.state_values * 4)
+    assert sizes["vLLM's weights"] == 2 * n
+    engine = sizes["KV cache and states"] + sizes["vLLM's weights"]
     update, rollout = peaks(items)
-    assert update == sum(sizes.values()) - sizes["KV cache and states"]
-    assert (
-        rollout
-        == update - sizes["gradients"] - sizes["activations"] - sizes["logits chunk"] + sizes["KV cache and states"]
-    )
+    assert update == sum(sizes.values()) - engine, "vLLM sleeps while the trainer updates"
+    assert rollout == update - sizes["gradients"] - sizes["activations"] - sizes["logits chunk"] + engine
     assert 40 * GIB < update < 80 * GIB, "the card's run fitted GPUs of 80 GB"
 
 
@@ -68,7 +67,7 @@ CHANGES = [
     ({"loss": {"kl": {"mode": "off"}}}, "reference", None),
     ({"model": {"autocast": "none"}}, "autocast copies", None),
     ({"model": {"dtype": "bfloat16"}}, "weights", 2 * 1_881_825_088),
-    ({"rollout": {"engine": "vllm"}}, "vLLM's weights", 2 * 1_881_825_088),
+    ({"rollout": {"engine": "hf"}}, "vLLM's weights", None),
     ({"rollout": {"concurrency": 2}}, "KV cache and states", 2 * (24_576 * 12_288 + 18 * (2**18 + 24_576) * 4)),
 ]
 
@@ -98,7 +97,7 @@ def test_checkpointing_pays_and_muon_takes_one_moment(shape: Shape, curriculum: 
 def test_vllm_keeps_its_memory_unless_it_sleeps(shape: Shape, curriculum: TrainConfig) -> None:
     def at_update(sleep: bool) -> int:
         vllm = curriculum.rollout.vllm.model_copy(update={"sleep": sleep})
-        rollout = curriculum.rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
+        rollout = curriculum.rollout.model_copy(update={"vllm": vllm})
         return peaks(memory_plan(curriculum.model_copy(update={"rollout": rollout}), shape, 3))[0]
 
     ours = 2 * shape.parameters + 48 * (24_576 * 12_288 + shape.state_values * 4)

@@ -27,6 +27,7 @@ def test_every_config_holds_the_numbers_of_the_table(path: Path) -> None:
     assert (config.rollout.questions, config.rollout.candidates) == (18, 8)
     assert (config.rollout.max_turns, config.rollout.max_new_tokens, config.rollout.max_failed_queries) == (6, 2048, 4)
     assert config.rollout.explore_share == 1.0
+    assert (config.rollout.engine, config.rollout.vllm.sleep) == ("vllm", True)
     assert (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k) == (1.0, 1.0, 0)
     assert (config.optimizer.lr, config.optimizer.schedule, config.optimizer.warmup_share) == (1e-5, "cosine", 0.05)
     assert (config.loss.token_constant, config.loss.inner_epochs) == (1024.0, 1)
