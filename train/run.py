@@ -57,6 +57,7 @@ def train(config: TrainConfig) -> int:
             f"the pool has {len(pool.examples)} questions, a step draws {config.rollout.questions}: "
             "lower rollout.questions or add data"
         )
+    _say(dump_config(config))
     from train.loop import run_training
 
     stop = StopFlag(config.output)
@@ -98,7 +99,6 @@ def main(argv: list[str] | None = None) -> int:
             config,
             Assumptions(arguments.ranks, arguments.mean_tokens, arguments.tflops, arguments.decode_rate),
         )
-    _say(dump_config(config))
     return train(config)
 
 
