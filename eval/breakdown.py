@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eval.measures import Record, length_quantiles
-from eval.stats import paired_bootstrap, wilson
+from eval.voting import score_interval
 
-LEVEL = 0.95
 _LEVELS = ("simple", "moderate", "challenging", "easy", "medium", "hard", "extra")
 
 
@@ -38,11 +37,7 @@ def accuracy(label: str, records: Sequence[Record]) -> Accuracy | None:
         return None
     official = _question_means(scored, "official")
     assert official is not None  # every benchmark has an official rule
-    if set(official) <= {0.0, 1.0}:
-        low, high = wilson(round(sum(official)), len(official))
-    else:
-        interval = paired_bootstrap(official, level=LEVEL)
-        low, high = interval.low, interval.high
+    low, high = score_interval(official)["ci"]
     strict, fair = (_question_means(scored, key) for key in ("strict", "fair"))
     return Accuracy(
         label=label,

@@ -98,7 +98,7 @@ def summarize_samples(records: Sequence[Record], *, seed: int = 0) -> dict[str, 
         return {"k": k, "questions": 0}
     means = [sum(_right(r, "official") for r in group) / len(group) for group in groups.values()]
     figures: dict[str, Any] = {"k": k, "questions": len(groups), "official": math.fsum(means) / len(means)}
-    figures |= _interval(means, seed)
+    figures |= score_interval(means, seed)
     if k == 1:
         return figures
     by_sample: dict[int, list[float]] = {}
@@ -113,8 +113,10 @@ def summarize_samples(records: Sequence[Record], *, seed: int = 0) -> dict[str, 
     return figures
 
 
-def _interval(values: Sequence[float], seed: int) -> dict[str, Any]:
-    """Wilson's where every question is right or wrong, which has a width at 0 and 1 too; else a bootstrap."""
+def score_interval(values: Sequence[float], seed: int = 0) -> dict[str, Any]:
+    """95% interval of a mean score over questions, and its name.
+
+    Wilson's where every question is right or wrong, which has a width at 0 and 1 too; else a bootstrap."""
     if set(values) <= {0.0, 1.0}:
         return {"ci": list(wilson(round(sum(values)), len(values))), "interval": "wilson"}
     interval = paired_bootstrap(values, seed=seed)
@@ -130,7 +132,7 @@ def _summarize_votes(found: Sequence[Vote], seed: int) -> dict[str, Any]:
         "rule": VOTE_RULE,
         "n": len(found),
         "official": sum(official) / len(official),
-        **_interval(official, seed),
+        **score_interval(official, seed),
         "strict": sum(strict) / len(strict) if strict else None,
         "ties": sum(v.tied for v in found),
         "without_vote": sum(v.winner is None for v in found),

@@ -1,6 +1,7 @@
 """Text that models and databases wrote, made safe for where it is shown."""
 
 import unicodedata
+from pathlib import Path
 
 _KEPT = "\n\t"
 _MARKS = "\\`*_[]|<>#"
@@ -28,3 +29,9 @@ def escape_markdown(text: str) -> str:
     for mark in _MARKS:
         text = text.replace(mark, f"\\{mark}")
     return text.replace("&", "&amp;")
+
+
+def model_name(name: str) -> str:
+    """How a model or data set is called in public: an absolute path means something on one machine alone, so its last
+    part stands for it."""
+    return Path(name).name if Path(name).is_absolute() else name

@@ -14,7 +14,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from shared.episode import EpisodeConfig
 from shared.errors import SetupError
-from shared.text import escape_markdown
+from shared.text import escape_markdown, model_name
 from shared.tools.protocol import EXEC_PLAN_TOOL_INSTRUCTIONS, PROMPT_SHA256
 from train.config import TrainConfig
 from train.export.aux_files import GENERATION_CONFIG, STOP_TOKENS, read_json
@@ -50,7 +50,7 @@ def render_card(record: CardRecord, report: Mapping[str, Any], folder: Path, res
             limits=list(_limits(report, training)),
             licence=list(_licence(record.base)),
             number=_number,
-            shown=_shown,
+            model_name=model_name,
         )
     )
     return text.strip() + "\n"
@@ -80,11 +80,6 @@ def code(text: str) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,}"
-
-
-def _shown(name: str) -> str:
-    """A model's or data set's name; of an absolute path, which means something on one machine alone, its last part."""
-    return Path(name).name if Path(name).is_absolute() else name
 
 
 def _front_matter(record: CardRecord) -> str:
@@ -135,7 +130,7 @@ def _training_rows(training: Training) -> Iterator[tuple[str, str]]:
     rollout, loss, reward = config.rollout, config.loss, config.reward
     yield (
         "start",
-        code(_shown(config.model.path)) + (f", revision {config.model.revision}" * bool(config.model.revision)),
+        code(model_name(config.model.path)) + (f", revision {config.model.revision}" * bool(config.model.revision)),
     )
     yield "data", _data(config)
     yield "question pool", f"sha256 {code(training.pool_hash)}"
@@ -190,7 +185,7 @@ def _data(config: TrainConfig) -> str:
     limit = f"; the first {data.limit:,}" if data.limit else ""
     if data.benchmark == "toy":
         return f"generated: {data.toy_questions:,} questions over {data.toy_databases:,} databases{levels}{limit}"
-    names = [_shown(str(name)) for name in (data.queries, data.schemas, data.questions, data.databases) if name]
+    names = [model_name(str(name)) for name in (data.queries, data.schemas, data.questions, data.databases) if name]
     split = f", split {data.split}, phrasing {data.phrasing}" if data.benchmark == "sqale" else ""
     return f"{', '.join(map(code, names))}{split}{levels}{limit}"
 
