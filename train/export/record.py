@@ -3,7 +3,6 @@
 Read when the export is made and kept in its report, so that the model card can be written again without either.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from shared.config import StrictModel, build_config
 from shared.errors import SetupError
 from train.checkpoint import STATE, list_checkpoints, why_incomplete
 from train.config import TrainConfig
-from train.log import METRICS
+from train.report import read_metrics
 from train.run import CONFIG_COPY
 from train.selection import best_line, read_validation
 
@@ -171,20 +170,11 @@ def read_training(checkpoint: Path) -> Training | None:
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics.jsonl."""
+    """The steps on record; none for a run that was stopped before its first one."""
     try:
-        text = (run / METRICS).read_text(encoding="utf-8")
-    except FileNotFoundError:
+        return read_metrics(run)
+    except SetupError:
         return []
-    lines = []
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:  # cut short by a kill
-            continue
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
-            lines.append(value)
-    return lines
 
 
 def _progress(lines: Sequence[Mapping[str, Any]]) -> Progress | None:
