@@ -76,10 +76,10 @@ fresh() { # fresh FOLDER COMMAND…: without what an interrupted start left in F
     rm -rf "$1"
     "${@:2}"
 }
-evaluate() { # evaluate MODEL OUT: greedy, the schema withheld, the budgets of training
-    python -m eval.run --model "$1" --out "$2" --mode withheld --greedy --seed "$seed" \
+evaluate() { # evaluate MODEL OUT SAMPLING…: the schema withheld, the budgets of training
+    python -m eval.run --model "$1" --out "$2" --mode withheld --seed "$seed" \
         --questions "$run/heldout/questions.json" --databases "$run/heldout/databases" \
-        --max-new-tokens 64 --max-tokens 512 --concurrency 400
+        --max-new-tokens 64 --max-tokens 512 --concurrency 400 "${@:3}"
 }
 newest_checkpoint() {
     find "$run/grpo" -maxdepth 1 -name 'checkpoint-step-*' | sort -V | tail -n 1
@@ -95,15 +95,25 @@ phase "base model" fresh "$run/base" python -m train.tiny --out "$run/base" --se
 # Supervised, on traces that are imperfect on purpose: the model learns the protocol, not yet when to look.
 phase "warm start" fresh "$run/warm" python -m train.warmstart --config configs/demo_warmstart.yaml \
     "output=$run/warm" "model.path=$run/base" "seed=$seed" ${quick:+steps=20 databases=40 questions=400}
-phase "evaluation before GRPO" evaluate "$run/warm" "$run/before"
+phase "evaluation before GRPO" evaluate "$run/warm" "$run/before" --greedy
+phase "the same, sampled" evaluate "$run/warm" "$run/before-sampled" --temperature 0.6
 
 # The recipe of the real run at toy size. Interrupted, it continues from its newest checkpoint.
 phase "GRPO" python -m train.run --config configs/demo.yaml \
     "output=$run/grpo" "model.path=$run/warm" "seed=$seed" ${quick:+steps=2 data.toy_databases=20 data.toy_questions=200}
-phase "evaluation after GRPO" evaluate "$(newest_checkpoint)" "$run/after"
+phase "evaluation after GRPO" evaluate "$(newest_checkpoint)" "$run/after" --greedy
+phase "and sampled" evaluate "$(newest_checkpoint)" "$run/after-sampled" --temperature 0.6
 python -m eval.compare "$run/before" "$run/after" --json >"$run/compare.json"
+python -m eval.compare "$run/before-sampled" "$run/after-sampled" --json >"$run/compare-sampled.json"
 
 # The folder that a server loads, and the proof that it answers as the checkpoint does.
 phase "export" python scripts/export_merged.py --checkpoint "$run/grpo" --base "$run/base" --out "$run/export"
-phase "evaluation of the export" evaluate "$run/export" "$run/export-answers"
+phase "evaluation of the export" evaluate "$run/export" "$run/export-answers" --greedy
+
+# What to look at in a browser: every episode before and after, and the curves of the training.
+pages() {
+    python -m eval.report "$run/before" "$run/after" --out "$run/episodes.html"
+    python -m train.report "$run/grpo" --out "$run/training.html"
+}
+phase "pages" pages
 python scripts/demo_report.py "$run"

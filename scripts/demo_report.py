@@ -2,9 +2,8 @@
 
     python scripts/demo_report.py runs/demo-seed0
 
-Reads before/, after/ and export-answers/ (run folders of eval.run), compare.json and phases.tsv, and writes
-report.txt. Exit code 1, and no report, when
-the exported model answers any question differently from the checkpoint it came from.
+Reads the run folders of eval.run, what eval.compare says of before and after, and phases.tsv, and writes report.txt. Exit code 1, and no report, when the exported model
+answers any question differently from the checkpoint it came from.
 """
 
 import argparse
@@ -33,20 +32,28 @@ def different_answers(a: Path, b: Path) -> list[str]:
     return [key[0] for key in first if any(first[key].get(k) != second[key].get(k) for k in keys)]
 
 
-def results_table(before: dict[str, Any], after: dict[str, Any], comparison: dict[str, Any]) -> Table:
-    """Before, after and the paired difference."""
-    table = Table(title="Execution accuracy on held-out questions over unseen databases", title_justify="left")
-    for name in ("", "before GRPO", "after GRPO", "difference", "95% CI", "McNemar p"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+def _gain(name: str, before: dict[str, Any], after: dict[str, Any], comparison: dict[str, Any]) -> tuple[str, ...]:
     low, high = comparison["ci"]
-    table.add_row(
-        f"official (n = {comparison['n']})",
+    return (
+        name,
         f"{before['official']:.1%}",
         f"{after['official']:.1%}",
         f"{100 * comparison['delta']:+.1f} points",
         f"{100 * low:+.1f} to {100 * high:+.1f}",
         f"{comparison['p']:.4f}" if comparison["p"] >= 1e-4 else f"{comparison['p']:.1e}",
     )
+
+
+def results_table(
+    before: dict[str, Any], after: dict[str, Any], comparison: dict[str, Any], sampled: tuple[dict[str, Any], ...]
+) -> Table:
+    """Before, after and the paired difference; `sampled` has the same three of the runs at T 0.6."""
+    table = Table(title="Execution accuracy on held-out questions over unseen databases", title_justify="left")
+    for name in ("", "before GRPO", "after GRPO", "difference", "95% CI", "McNemar p"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table.add_row(*_gain(f"official, greedy (n = {comparison['n']})", before, after, comparison))
+    table.add_row(*_gain("official, sampled at T 0.6", *sampled))
+    table.add_section()
     for name, key, form in (
         ("strict", "strict", "{:.1%}"),
         ("submitted", "submit_rate", "{:.1%}"),
@@ -83,10 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the demo's folder")
     run: Path = parser.parse_args(argv).run
     before, after = (read_json(run / name / SUMMARY) for name in ("before", "after"))
+    sampled = [read_json(run / f"{name}-sampled" / SUMMARY) for name in ("before", "after")]
+    sampled.append(read_json(run / "compare-sampled.json"))
     different = different_answers(run / "after", run / "export-answers")
 
     console = Console(record=True, width=110, highlight=False)
-    console.print(results_table(before, after, read_json(run / "compare.json")))
+    console.print(results_table(before, after, read_json(run / "compare.json"), tuple(sampled)))
     console.print(phases_table(run))
     if different:
         console.print(f"FAILED: the export answers {len(different)} questions differently, {different[0]} for one")
@@ -97,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ask = f"python -m eval.run --model {run}/export --questions my.json --databases my_dbs --out runs/my"
     console.print(
         f"\nWhat next (source .venv/bin/activate):\n"
-        f"  what the model did      less {run}/after/episodes.jsonl\n"
+        f"  what the model did      open {run}/episodes.html in a browser: every episode, before and after\n"
+        f"  how training went       open {run}/training.html\n"
         f"  before against after    python -m eval.compare {run}/before {run}/after --by difficulty\n"
-        f"  your own databases      {ask}\n"
-        f"  how training went       less {run}/grpo/metrics.jsonl",
+        f"  your own databases      {ask}",
         soft_wrap=True,
     )
     if different:

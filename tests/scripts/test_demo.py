@@ -81,7 +81,10 @@ def finished_demo(folder: Path, export_answers: list[str]) -> Path:
     write_run(folder / "before", ["SELECT 0", "SELECT 2"], 0.25)
     write_run(folder / "after", ["SELECT 1", "SELECT 2"], 0.75)
     write_run(folder / "export-answers", export_answers, 0.75)
+    write_run(folder / "before-sampled", ["SELECT 0", "SELECT 2"], 0.125)
+    write_run(folder / "after-sampled", ["SELECT 1", "SELECT 2"], 0.625)
     comparison = {"n": 2, "b": 0, "c": 1, "p": 1e-12, "delta": 0.5, "ci": [0.4, 0.6]}
+    (folder / "compare-sampled.json").write_text(json.dumps(comparison | {"p": 0.25}))
     (folder / "compare.json").write_text(json.dumps(comparison))
     (folder / "phases.tsv").write_text("warm start\t100\nGRPO\t23\n")
     return folder
@@ -91,7 +94,8 @@ def test_the_last_page_shows_gain_interval_p_and_seconds(tmp_path: Path, capsys:
     run = finished_demo(tmp_path / "demo", ["SELECT 1", "SELECT 2"])
     assert demo_report.main([str(run)]) == 0
     page = capsys.readouterr().out
-    for figure in ("25.0%", "75.0%", "+50.0 points", "+40.0 to +60.0", "1.0e-12", "123", "token by token, on all 2"):
+    greedy, sampled = ("25.0%", "75.0%", "+50.0 points", "+40.0 to +60.0", "1.0e-12"), ("12.5%", "62.5%", "0.2500")
+    for figure in (*greedy, *sampled, "123", "token by token, on all 2"):
         assert figure in page
     assert "+50.0 points" in (run / "report.txt").read_text()
 
@@ -123,6 +127,8 @@ def test_a_few_steps_of_everything() -> None:
         comparison = json.loads((run / "compare.json").read_text())
         assert {"n", "b", "c", "p", "delta", "ci"} <= set(comparison)
         assert comparison["n"] == 60
+        for page in ("episodes.html", "training.html"):
+            assert (run / page).read_text().startswith("<!doctype html>")
         assert "token by token, on all 60 questions" in (run / "report.txt").read_text()
     finally:
         shutil.rmtree(run, ignore_errors=True)
