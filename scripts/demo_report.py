@@ -2,8 +2,9 @@
 
     python scripts/demo_report.py runs/demo-seed0
 
-Reads the run folders of eval.run, what eval.compare says of before and after, and phases.tsv, and writes report.txt. Exit code 1, and no report, when the exported model
-answers any question differently from the checkpoint it came from.
+Reads the run folders of eval.run, what eval.compare says of before and after, and phases.tsv, and writes
+report.txt. Exit code 1, and no report, when the exported model answers any question differently from the checkpoint
+it came from.
 """
 
 import argparse
