@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shared.engines.vllm_weights import kernel_tensors
+from shared.engines.vllm_weights import checksum, kernel_tensors
 from shared.errors import SetupError
 from train.live import live_tensors
 
@@ -34,8 +34,6 @@ _LANGUAGE = "language_model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Their rows are padded in the engine: no token has the ids beyond the vocabulary.
 _PADDED = {_EMBEDDING, _HEAD}
-_CHUNK = 1 << 22
-_MASK = (1 << 64) - 1
 
 
 class WeightHolder(Protocol):
@@ -60,22 +58,6 @@ def fingerprint(model: nn.Module) -> str:
         words = data.view(torch.int16 if data.element_size() == 2 else torch.int32)
         digest.update(f"{name}:{int(words.sum(dtype=torch.int64))};".encode())
     return digest.hexdigest()[:16]
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> int:
-    """64 bits that change when any number of the tensor does, or any two unequal ones swap places.
-
-    sum over i of (2 i + 1) x (word i) mod 2^64, where word i is the bit pattern of number i in row-major order; the
-    same on every device. A zero's sign does not count.
-    """
-    flat, total = tensor.detach().reshape(-1), 0
-    for first in range(0, flat.numel(), _CHUNK):
-        numbers = flat[first : first + _CHUNK] + 0
-        words = numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32).long()
-        places = 2 * torch.arange(first, first + len(words), device=words.device) + 1
-        total += int((words * places).sum())
-    return total & _MASK
 
 
 def checkpoint_names(live: Iterable[str], conditional: bool) -> dict[str, str]:
@@ -210,8 +192,13 @@ def differing(engine: Mapping[str, Tensor], expected: Iterable[tuple[Piece, Tens
 def check_finite(model: nn.Module) -> None:
     """SetupError naming the first tensor with a NaN or an infinity, and how many there are of them."""
     for name, live in live_tensors(model).items():
-        if not (finite := live.value().isfinite()).all():
-            raise SetupError(
-                f"weight sync: {name} holds {int((~finite).sum())} numbers that are not finite; "
-                "the engine keeps its weights. Go back to a checkpoint before, and lower the learning rate"
-            )
+        refuse_not_finite(name, live.value())
+
+
+def refuse_not_finite(name: str, tensor: Tensor) -> None:
+    """SetupError when the tensor has a NaN or an infinity."""
+    if not (finite := tensor.isfinite()).all():
+        raise SetupError(
+            f"weight sync: {name} holds {int((~finite).sum())} numbers that are not finite; "
+            "the engine keeps its weights. Go back to a checkpoint before, and lower the learning rate"
+        )

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 # Numbers in one product with a part of the identity: 256 MiB of bfloat16.
 _PRODUCT = 1 << 27
+_CHUNK = 1 << 22
+_MASK = (1 << 64) - 1
 
 
 def repack_tied_heads(model: Any) -> None:
@@ -43,6 +45,22 @@ def kernel_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             elif name == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
                 tensor = _unpacked_convolution(tensor)
             yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> int:
+    """64 bits that change when any number of the tensor does, or any two unequal ones swap places.
+
+    sum over i of (2 i + 1) x (word i) mod 2^64, where word i is the bit pattern of number i in row-major order; the
+    same on every device. A zero's sign does not count.
+    """
+    flat, total = tensor.detach().reshape(-1), 0
+    for first in range(0, flat.numel(), _CHUNK):
+        numbers = flat[first : first + _CHUNK] + 0
+        words = numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32).long()
+        places = 2 * torch.arange(first, first + len(words), device=words.device) + 1
+        total += int((words * places).sum())
+    return total & _MASK
 
 
 @torch.no_grad()

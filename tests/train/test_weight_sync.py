@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 
 from shared.engines.base import Completion, Request, SamplingParams
+from shared.engines.vllm_weights import checksum
 from shared.errors import SetupError
 from train.rollout_engines import SyncedEngine
-from train.weight_sync import Piece, WeightSync, check_finite, checkpoint_names, checksum, fingerprint, plan_pieces
+from train.weight_sync import Piece, WeightSync, check_finite, checkpoint_names, fingerprint, plan_pieces
 
 MakeModel = Callable[..., Qwen3_5ForCausalLM]
 
@@ -385,10 +386,10 @@ def test_any_change_and_any_exchange_changes_the_checksum(
 
 
 def test_the_checksum_does_not_depend_on_chunks_or_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    from train import weight_sync
+    from shared.engines import vllm_weights
 
     tensor = torch.randn(37, 11, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = checksum(tensor)
     assert checksum(tensor.T.contiguous().T) == whole
-    monkeypatch.setattr(weight_sync, "_CHUNK", 10)
+    monkeypatch.setattr(vllm_weights, "_CHUNK", 10)
     assert checksum(tensor) == whole
