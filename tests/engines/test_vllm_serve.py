@@ -3,6 +3,8 @@
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from eval.card import is_run_of
 from eval.config import EvalConfig, parse_arguments
+from eval.models import model_sha256
+from eval.pairing import load_run
 from eval.records import read_episodes
 from eval.run import evaluate
 from eval.served import connect
@@ -147,6 +152,31 @@ def test_an_evaluation_in_one_command(
     assert {weights for episode in episodes for weights in episode["weights"]} == {f"served:{export}"}
     if endpoint == "auto":
         assert all(turn["n_tokens"] <= 12 for episode in episodes for turn in episode["turns"])
+
+
+def test_the_exports_own_agent_and_card_go_with_the_evaluation(
+    export: Path, data: Path, url: str, tmp_path: Path
+) -> None:
+    """agent.py, alone in its process, has the episodes of eval.run; and the card knows that run for its own."""
+    one_at_a_time = ["--greedy", "--concurrency", "1"]
+    evaluate(config_of(data, url, tmp_path / "out", "--model", str(export), *one_at_a_time))
+    found = read_episodes(tmp_path / "out" / "episodes.jsonl")
+    database = str(data / "databases" / "shop" / "shop.sqlite")
+    budget = ["--max-turns", "2", "--max-new-tokens", "12", "--max-tokens", str(vllm_server.MAX_LEN)]
+    arguments = ["--db", database, "--base-url", url, "--json", "--greedy", *budget]
+    result = subprocess.run(
+        [sys.executable, "-I", str(export / "agent.py"), *arguments],
+        input="".join(f"{episode['question']}\n" for episode in found),
+        cwd="/", env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    episodes = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(episodes) == 3, result.stderr
+    for ours, theirs in zip(episodes, found, strict=True):
+        assert (ours["question"], ours["answer_sql"], ours["origin"]) == (
+            theirs["question"], theirs["answer_sql"], theirs["origin"],
+        )  # fmt: skip
+        assert [turn["text"] for turn in ours["turns"]] == [turn["text"] for turn in theirs["turns"]]
+    assert is_run_of(load_run(tmp_path / "out"), model_sha256(export))
 
 
 def test_what_is_served_has_to_be_what_was_named(data: Path, url: str, tmp_path: Path) -> None:
