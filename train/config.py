@@ -85,15 +85,20 @@ class VllmConfig(StrictModel):
 class RolloutConfig(StrictModel):
     """One step's episodes: `questions` x `candidates` over all ranks.
 
-    engine: hf decodes on the trainer's own model object; vllm has a copy of the weights, replaced after each update.
+    engine: hf decodes on the trainer's own model object; vllm has a copy of the weights, replaced after each update;
+    server asks vLLM servers, see train/servers.py. servers: their addresses (http://host:port); when empty, those in
+    EXECPLAN_ROLLOUT_SERVERS. sync_folder: where they find new weights, a folder that all their nodes see (/dev/shm
+    will do on one node); the run's own by default.
     explore_share: share of the questions whose schema is withheld. fallback: whether an episode without an answer of
     its own is scored on its last good query; off, as the recipe pays nothing for nothing submitted.
     """
 
     questions: PositiveInt = 18
     candidates: Annotated[int, Field(ge=2)] = 8
-    engine: Literal["hf", "vllm"] = "hf"
+    engine: Literal["hf", "vllm", "server"] = "hf"
     vllm: VllmConfig = VllmConfig()
+    servers: tuple[str, ...] = ()
+    sync_folder: Path | None = None
     explore_share: Share = 1.0
     max_turns: PositiveInt = 6
     max_new_tokens: PositiveInt = 2048

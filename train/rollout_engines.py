@@ -2,7 +2,7 @@
 
 `hf` decodes on the trainer's own model object. `vllm` has a copy of the weights (one engine in each rank, in the
 trainer's process); `SyncedEngine` replaces them whenever the trainer's have changed, with proof, before it takes a
-request. Not seen running: several ranks with vLLM, a GPU, and sleeping (the tests have one rank on the CPU build).
+request. `server` asks vLLM servers (train/servers.py). The tests run one and two ranks on vLLM's CPU build.
 """
 
 import os
@@ -15,6 +15,7 @@ from shared.engines.hf import HFEngine
 from shared.errors import SetupError
 from train.config import TrainConfig
 from train.model import Policy, load_model, model_folder
+from train.servers import check_servers, server_rollouts
 from train.sharding import WholeCopy, is_sharded
 from train.trainer import Trainer
 from train.weight_sync import WeightHolder, WeightSync
@@ -55,6 +56,8 @@ EngineFactory = Callable[[Policy, Trainer], RolloutEngine]
 
 def check_rollout_engine(config: TrainConfig) -> None:
     """SetupError when the config's engine cannot work here: asked before anything is loaded."""
+    if config.rollout.engine == "server":
+        check_servers(config)
     if config.rollout.engine != "vllm":
         return
     from shared.engines.vllm import can_sleep, import_vllm
@@ -72,6 +75,11 @@ def make_rollout_engine(policy: Policy, trainer: Trainer) -> RolloutEngine:
     """The engine that the run's config asks for."""
     if trainer.config.rollout.engine == "vllm":
         return vllm_engine(policy, trainer)
+    if trainer.config.rollout.engine == "server":
+        ranks = trainer.accelerator
+        return server_rollouts(
+            policy.model, trainer.config, lambda: trainer.weights, ranks.process_index, ranks.num_processes
+        )
     return colocated_engine(policy, trainer)
 
 

@@ -193,7 +193,7 @@ def _cpu_settings(folder: Path) -> dict[str, Any]:
         # generator, which a CPU generator cannot do: vLLM 0.32 dies on it. Prefix caching of linear-attention layers
         # needs prompts in pieces as well.
         "enable_chunked_prefill": False,
-        "enable_prefix_caching": not _has_linear_attention(folder),
+        "enable_prefix_caching": not has_linear_attention(folder),
     }
     if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         # Otherwise vLLM wants most of the machine's memory to be free, and takes it.
@@ -201,7 +201,7 @@ def _cpu_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _has_linear_attention(folder: Path) -> bool:
+def has_linear_attention(folder: Path) -> bool:
     """Whether the folder's config names such layers; False when it cannot be read (vLLM will say so)."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -215,7 +215,7 @@ def test_linear_attention_is_read_off_the_config(tmp_path: Path, config: Any, li
     from shared.engines import vllm
 
     (tmp_path / "config.json").write_text("{" if config is None else json.dumps(config))
-    assert vllm._has_linear_attention(tmp_path) is linear
+    assert vllm.has_linear_attention(tmp_path) is linear
 
 
 @pytest.mark.parametrize(
