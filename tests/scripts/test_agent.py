@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +95,8 @@ def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, s
     """The first place where two lists of requests differ, as excerpts: all of them are too much to read."""
     for one, other in zip_longest(ours, theirs, fillvalue=""):
         if one != other:
-            start = max(len(commonprefix([one, other])) - 80, 0)
-            return one[start : start + 200], other[start : start + 200]
+            at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+            return one[max(at - 80, 0) : at + 120], other[max(at - 80, 0) : at + 120]
     return None
 
 
