@@ -13,6 +13,7 @@ Exit code 2: something given can't be used, nothing was written. 1: the written 
 """
 
 import argparse
+import hashlib
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from shared.cli import run_main
 from shared.files import write_atomic
 from shared.tools.protocol import PROMPT_SHA256
 from train.export.aux_files import plan_aux_files
-from train.export.card import CARD, render_card
+from train.export.card import CARD, max_tokens, render_card
 from train.export.one_file import one_file
 from train.export.plan import ExportPlan, check_output_folder, make_plan
 from train.export.record import CardRecord, card_record
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     _print_summary(console, plan, rows, args.out, verified=args.verify)
+    console.print(f"serve it: vllm serve {args.out} --max-model-len {max_tokens(record)}", soft_wrap=True)
     return 0
 
 
@@ -90,7 +92,9 @@ def _export(
                 verdict = verify_export(plan, aux_files, folder, lambda n: bars.advance(task, n))
         if verdict.problems:
             raise VerificationError(verdict.problems)
-        written = report(plan, verdict.rows, verified=verify) | {"card": record.model_dump(mode="json")}
+        files = {name: hashlib.sha256(content).hexdigest() for name, content in aux_files.items()}
+        others = {"files": files, "rewritable": [CARD], "card": record.model_dump(mode="json")}
+        written = report(plan, verdict.rows, verified=verify) | others
         write_json(folder / REPORT, written)
         write_atomic(folder / CARD, render_card(record, written, folder))
     return verdict.rows
@@ -165,7 +169,6 @@ def _print_summary(console: Console, plan: ExportPlan, rows: Sequence[TensorRow]
             "note: no tensor differs from the base; is this the checkpoint of a trained model?", soft_wrap=True
         )
     console.print(f"{'verified' if verified else 'written, not verified'}: {out}", soft_wrap=True)
-    console.print(f"serve it: vllm serve {out} --max-model-len 24576", soft_wrap=True)
 
 
 if __name__ == "__main__":

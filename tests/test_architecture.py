@@ -111,6 +111,7 @@ def test_heavy_libraries_stay_in_their_places(path: Path) -> None:
         "eval.stats",
         "eval.scorers",
         "eval.served",
+        "eval.agent",
     ],
 )
 def test_light_modules_import_fast_and_without_torch(name: str) -> None:

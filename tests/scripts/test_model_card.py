@@ -163,6 +163,12 @@ def test_it_says_which_checkpoint_it_is_and_what_selected_it(
 
 def test_counts_are_those_of_the_export(last: Path) -> None:
     report = json.loads((last / "export_report.json").read_text())
+    weights = {"model.safetensors", "export_report.json"}
+    assert report["rewritable"] == ["README.md"]
+    assert {name: hashlib.sha256(data).hexdigest() for name, data in snapshot(last).items()} == report["files"] | {
+        name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in (*weights, *report["rewritable"])
+    }
+    assert "agent.py" in report["files"]
     found = {row[0]: row[1:] for row in rows(card(last), "Provenance")}
     assert found["all"] == [f"{report[key]:,}" for key in ("tensors", "parameters", "changed")]
     assert set(found) == {"trained", "all"}

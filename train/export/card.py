@@ -40,7 +40,7 @@ def render_card(record: CardRecord, report: Mapping[str, Any], folder: Path, res
             front_matter=_front_matter(record),
             base_link=_base_link(record.base),
             agent_flags=_agent_flags(training.config) if training else "",
-            max_tokens=training.config.rollout.max_tokens if training else EpisodeConfig().max_tokens,
+            max_tokens=max_tokens(record),
             stops=_stops(folder),
             prompt=EXEC_PLAN_TOOL_INSTRUCTIONS,
             prompt_sha256=PROMPT_SHA256,
@@ -54,6 +54,11 @@ def render_card(record: CardRecord, report: Mapping[str, Any], folder: Path, res
         )
     )
     return text.strip() + "\n"
+
+
+def max_tokens(record: CardRecord) -> int:
+    """The context to serve the model with: an episode's budget in training, or the evaluation's where none is known."""
+    return record.training.config.rollout.max_tokens if record.training else EpisodeConfig().max_tokens
 
 
 def _environment() -> Environment:
@@ -128,10 +133,8 @@ def _training_rows(training: Training) -> Iterator[tuple[str, str]]:
     """The recipe, row by row: each value is a key of the run's config, or a figure of its record."""
     config, progress = training.config, training.progress
     rollout, loss, reward = config.rollout, config.loss, config.reward
-    yield (
-        "start",
-        code(model_name(config.model.path)) + (f", revision {config.model.revision}" * bool(config.model.revision)),
-    )
+    revision = f", revision {code(config.model.revision)}" if config.model.revision else ""
+    yield "start", code(model_name(config.model.path)) + revision
     yield "data", _data(config)
     yield "question pool", f"sha256 {code(training.pool_hash)}"
     share = rollout.explore_share
