@@ -130,6 +130,7 @@ def test_training_figures_are_those_of_the_run(last: Path, run: Path) -> None:
     assert found["schema"] == "withheld in 50% of the episodes, shown in the others"
     assert found["optimizer"] == "adamw, lr 0.001, cosine, 5% warm-up, gradient norm at most 1"
     assert found["loss"].startswith("sum over sampled tokens / 1024")
+    assert found["groups left out"] == "all rewards equal"
     assert found["ratio"] == "sequence-level against the sampler's log-probs, clip 0.2 / 0.28"
     assert found["KL to the start"] == "k3, target 0.005 (adaptive coefficient, from 0.02)"
     sampled = sum(line["sampled_tokens"] * line["episodes"] for line in lines)

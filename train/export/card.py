@@ -16,7 +16,7 @@ from shared.episode import EpisodeConfig
 from shared.errors import SetupError
 from shared.text import escape_markdown, model_name
 from shared.tools.protocol import EXEC_PLAN_TOOL_INSTRUCTIONS, PROMPT_SHA256
-from train.config import TrainConfig
+from train.config import RewardConfig, TrainConfig
 from train.export.aux_files import GENERATION_CONFIG, STOP_TOKENS, read_json
 from train.export.record import Base, CardRecord, Progress, Training
 from train.log import format_seconds
@@ -155,6 +155,7 @@ def _training_rows(training: Training) -> Iterator[tuple[str, str]]:
         f"+{reward.join_bonus:g} join agreement, +{reward.majority_bonus:g} majority"
         f"{', both only in groups with a right answer' if reward.gate_bonuses else ''}",
     )
+    yield "groups left out", _left_out(reward)
     yield "loss", f"sum over sampled tokens / {loss.token_constant:g}; advantage = reward - group mean"
     ratio = "none"
     if loss.ratio == "sequence":
@@ -203,6 +204,14 @@ def _curriculum(config: TrainConfig) -> str:
 def _batch(config: TrainConfig) -> str:
     questions, candidates = config.rollout.questions, config.rollout.candidates
     return f"{questions} questions x {candidates} candidates = {questions * candidates} episodes a step"
+
+
+def _left_out(reward: RewardConfig) -> str:
+    """Which groups of candidates carry no signal, and what takes their place."""
+    if reward.group_filter == "off":
+        return "none"
+    which = "all rewards equal" if reward.group_filter == "reward" else "all right or none right"
+    return which + (f"; replaced by further questions, up to {reward.refill} times a step" if reward.refill else "")
 
 
 def _kl(config: TrainConfig) -> str:
