@@ -12,7 +12,9 @@ import pytest
 import yaml
 from transformers import GenerationConfig
 
+from eval.card import results_markdown
 from eval.models import model_sha256
+from eval.pairing import load_run
 from shared.errors import SetupError
 from shared.tools.protocol import EXEC_PLAN_TOOL_INSTRUCTIONS, PROMPT_SHA256
 from tests.eval.runs import record, write_run
@@ -316,6 +318,20 @@ def test_results_are_those_of_the_runs(last: Path, model_card: ModuleType, tmp_p
     assert model_sha256(last) == sha256
     assert model_card.main(["--export", str(last)]) == 0
     assert card(last) == before["README.md"].decode()
+
+
+def test_what_a_benchmark_does_not_have_is_a_dash(last: Path, tmp_path: Path) -> None:
+    """Samples, no strict rule and no levels: n counts questions, and a question scores its mean."""
+    records = [record(f"q{i // 2}", float(i == 0), sample=i % 2, difficulty="") for i in range(4)]
+    for line in records:
+        line["scores"]["strict"] = None
+    folder = write_run(tmp_path / "run", records, **identity("a" * 64, benchmark="spider2", subset="guess87"))
+    text = results_markdown([load_run(folder)], [], "a" * 64)
+    (row,) = rows(text, "Scores")
+    assert row[:4] == ["spider2 (guess87)", "withheld", "2 of 2", "25.0%"]
+    assert row[5:7] == ["–", "–"]
+    assert "By difficulty" not in text
+    assert rows(text, "How it was measured")[0][4] == "2"
 
 
 def test_a_run_folder_that_has_gone_on_can_be_read_again(
