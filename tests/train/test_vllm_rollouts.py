@@ -20,12 +20,15 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base that vLLM takes."""
     need_vllm()
+    return write_tiny_base(tmp_path_factory.mktemp("sync"))
+
+
+def write_tiny_base(folder: Path) -> Path:
+    """The folder, with a base that vLLM takes."""
     from tests.engines.tiny_export import SHAPES
     from train import tiny
 
-    folder = tmp_path_factory.mktemp("sync")
     with patch.multiple(tiny, **SHAPES):
         tiny.write_base(folder / "base", seed=1, layout="canonical")
     return folder
@@ -67,6 +70,7 @@ def test_a_run_rolls_out_with_vllm_and_passes_the_gate(scenes: dict[str, Any], f
         # 0 would mean that the trainer compared the sampler's numbers with themselves.
         assert 0 < line["gap_mean"] < 0.05
         assert line["train_tokens"] > 0
+        assert line["grad_norm"] > 0
     assert scenes["run_weights"] == lines[-1]["weights"]
 
 
@@ -145,6 +149,40 @@ def test_the_cpu_build_is_not_sent_to_sleep(scenes: dict[str, Any]) -> None:
         assert scenes["sleep"] is None
     else:
         assert scenes["sleep"] == "SetupError: rollout.vllm.sleep: vLLM's CPU build cannot sleep; set it to false"
+
+
+def play_ranks(folder: Path, out: Path, *overrides: str) -> list[dict[str, Any]]:
+    """What each of two ranks saw of a run."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.train.vllm_ranks")
+    play(*launcher, str(folder), str(out), *overrides)
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def check_two_ranks(ranks: list[dict[str, Any]], out: Path) -> None:
+    """They took the same steps, on their own halves of the same questions, from the same weights, to the same end."""
+    lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [rank["code"] for rank in ranks] == [0, 0]
+    assert [line["step"] for line in lines] == [0, 1]
+    for step, line in enumerate(lines):
+        first, second = (rank["steps"][step] for rank in ranks)
+        assert first["questions"] + second["questions"] == line["questions"]
+        assert first["episodes"] == second["episodes"] == [3]
+        assert first["weights"] == second["weights"] == [first["expected"]] == [second["expected"]]
+        assert 0 < line["gap_mean"] < 0.05
+        assert line["grad_norm"] > 0
+    assert ranks[0]["steps"][1]["expected"] == lines[0]["weights"] != ranks[0]["steps"][0]["expected"]
+    assert ranks[0]["fingerprint"] == ranks[1]["fingerprint"] == lines[1]["weights"]
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
+    assert told(ranks[0]["greedy"]) == told(ranks[1]["greedy"])
+    assert names(ranks[0]["greedy"]) == names(ranks[1]["greedy"]) == {lines[1]["weights"]}
+
+
+def test_two_ranks_with_an_engine_each_take_the_same_steps(folder: Path, tmp_path: Path) -> None:
+    ranks = play_ranks(folder, tmp_path)
+    check_two_ranks(ranks, tmp_path)
+    # Before each step, and when the test asks at the end: every tensor of each rank's engine.
+    assert [rank["proofs"] for rank in ranks] == [[56] * 3] * 2
+    assert "(1 of 56 pieces differ)" in ranks[1]["perturbed"], "the proof of the second rank is about its own engine"
 
 
 def test_an_engine_in_another_process_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
