@@ -1,7 +1,8 @@
 """A run that rolls out with a real vLLM server, and what happens to its weights afterwards:
 `python -m tests.train.vllm_server_scenes FOLDER URL PROCESS_GROUP OUT`.
 
-FOLDER holds `base`, of which the server at URL was started; the last scene kills it. As tests/train/vllm_sync_scenes.py.
+FOLDER holds `base`, of which the server at URL was started; the last scene kills it.
+See tests/train/vllm_sync_scenes.py for the rest.
 """
 
 import json
