@@ -113,6 +113,8 @@ def memory_plan(config: TrainConfig, shape: Shape, ranks: int) -> list[Item]:
 
 def _rollout(config: TrainConfig, shape: Shape, ranks: int, compute: int) -> list[Item]:
     """The engine's part: caches of all episodes at the whole budget; vLLM has weights of its own beside them."""
+    if config.rollout.engine == "server":
+        return []
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
     if vllm is not None:
         compute = 4 if vllm.dtype == "float32" else 2
