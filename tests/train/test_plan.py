@@ -108,7 +108,10 @@ def test_vllm_keeps_its_memory_unless_it_sleeps(shape: Shape, curriculum: TrainC
 def test_servers_hold_the_caches_instead_of_the_ranks(shape: Shape, curriculum: TrainConfig) -> None:
     rollout = curriculum.rollout.model_copy(update={"engine": "server"})
     names = {item.name for item in memory_plan(curriculum.model_copy(update={"rollout": rollout}), shape, 3)}
-    assert names == {item.name for item in memory_plan(curriculum, shape, 3)} - {"vLLM's weights", "KV cache and states"}
+    assert names == {item.name for item in memory_plan(curriculum, shape, 3)} - {
+        "vLLM's weights",
+        "KV cache and states",
+    }
 
 
 def test_time_by_hand(shape: Shape, curriculum: TrainConfig) -> None:

@@ -314,6 +314,7 @@ def test_the_first_request_after_a_change_loads_the_weights(make_model: MakeMode
 
 
 def test_an_engine_that_slept_loads_again_before_it_samples(make_model: MakeModel) -> None:
+    """With an engine that pretends: vLLM's CPU build ignores being sent to sleep. Waking brings back NaN here."""
     model, engine, synced_engine = synced(make_model, sleeps=True)
     synced_engine.add(request("a"))
     synced_engine.step()
@@ -325,6 +326,28 @@ def test_an_engine_that_slept_loads_again_before_it_samples(make_model: MakeMode
     (done,) = synced_engine.step()
     assert done.weights == fingerprint(model)
     assert engine.calls == ["load", "add", "sleep", "wake", "load", "add"]
+
+
+def test_an_engine_that_wakes_up_and_loads_nothing_serves_nobody(make_model: MakeModel) -> None:
+    """Whatever it woke up with, its base weights say, is found out by the proof; pretended as well."""
+    model, engine, synced_engine = synced(make_model, sleeps=True)
+    base = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    synced_engine.add(request("a"))
+    synced_engine.step()
+
+    @torch.no_grad()
+    def wake_with_base() -> None:
+        for name, parameter in engine.model.named_parameters():
+            parameter.copy_(base[name])
+
+    engine.wake = wake_with_base  # type: ignore[method-assign]
+    engine.skip = set(shapes(model))
+    synced_engine.reset()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"\d+ of 56 pieces differ"):
+            synced_engine.add(request("b"))
+    assert not synced_engine.has_work()
+    assert engine.weights() == ""
 
 
 def test_after_a_failed_sync_the_engine_serves_nobody(make_model: MakeModel) -> None:
