@@ -102,7 +102,8 @@ def main(folder: Path, out: Path) -> None:
     found["names"] = engine._sync.names
     found["can_sleep"] = can_sleep()
     found["sleep"] = refusal(lambda: check_rollout_engine(make_config(folder, vllm={"sleep": True})))
-    found |= {"before": greedy(engine), "unchanged_syncs": engine.syncs}
+    found |= {"before": greedy(engine), "last_syncs": engine.syncs}
+    found |= {"again": greedy(engine), "unchanged_syncs": engine.syncs}
 
     change(policy, trainer, 0.02)
     found |= {"changed_weights": trainer.weights, "changed": greedy(engine), "changed_syncs": engine.syncs}
