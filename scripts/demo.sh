@@ -105,8 +105,7 @@ phase "held-out questions" python -m shared.data.toy --split heldout --seed "$se
     --databases 60 --questions "$([ -n "$quick" ] && echo 60 || echo 400)"
 
 # A base checkpoint laid out as the real one: Qwen3.5 classes, vision tower, MTP head, tokenizer, chat template.
-phase "base model" fresh "$run/base" python -m train.tiny --out "$run/base" --seed "$seed" \
-    ${suffix:+--layout vllm}
+phase "base model" fresh "$run/base" python -m train.tiny --out "$run/base" --seed "$seed"
 
 # Supervised, on traces that are imperfect on purpose: the model learns the protocol, not yet when to look.
 phase "warm start" fresh "$run/warm" python -m train.warmstart --config configs/demo_warmstart.yaml \
