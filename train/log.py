@@ -52,7 +52,8 @@ def step_line(figures: Mapping[str, Any], total: int, eta_seconds: float) -> str
             f"gap {figures['gap_mean']:.1e}",
             f"|g| {figures['grad_norm']:.2f}",
         ]
-    phases = " ".join(f"{name} {figures[f'seconds_{name}']:.1f}" for name in ("rollout", "score", "update"))
+    seconds = {name: figures.get(f"seconds_{name}", 0.0) for name in ("sync", "rollout", "score", "update")}
+    phases = " ".join(f"{name} {spent:.1f}" for name, spent in seconds.items())
     parts += [f"{figures['tokens_per_second']:.0f} tok/s", f"{phases} s", f"ETA {format_seconds(eta_seconds)}"]
     return "  ".join(parts)
 

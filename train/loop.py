@@ -367,8 +367,10 @@ def _collect(run: Run, questions: Sequence[Question], step: int, label: str, wat
         count += 1
         run.log.phase(f"{label}: {count}/{total} episodes")
 
-    run.log.phase(f"{label}: rolling out")
+    run.log.phase(f"{label}: bringing the engine to the weights")
     run.engine.refresh()
+    watch.lap("sync")
+    run.log.phase(f"{label}: rolling out")
     engine = StoppableEngine(run.engine, run.stop)
     with run.trainer.autocast():
         episodes = run_groups(questions, step, run.config, engine, run.policy.codec, run.sandbox, on_episode)

@@ -186,9 +186,11 @@ def _length(axes: "Axes", curves: Curves) -> None:
 
 
 def _time(axes: "Axes", curves: Curves) -> None:
-    phases = ("rollout", "score", "update")
-    seconds = [trailing_mean(column(curves.lines, f"seconds_{phase}"), curves.window) for phase in phases]
-    axes.stackplot(curves.steps, seconds, labels=phases, colors=_COLOURS[:3])
+    phases = ("sync", "rollout", "score", "update")
+    spent = [column(curves.lines, f"seconds_{phase}") for phase in phases]
+    # A run of before the sync was measured by itself has it within the rollouts.
+    seconds = [trailing_mean([0.0 if math.isnan(s) else s for s in values], curves.window) for values in spent]
+    axes.stackplot(curves.steps, seconds, labels=phases, colors=_COLOURS)
     axes.set_ylabel("seconds a step")
 
 
