@@ -1,7 +1,10 @@
 """Rollouts from servers: weights are proven or refused, restarts noticed, and runs go on after both."""
 
 import itertools
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +32,8 @@ from train.rollout_engines import check_rollout_engine, make_rollout_engine
 from train.servers import ADDRESSES, ServerRollouts, ServerSync, WeightFolder, server_addresses, share
 from train.stopping import StopFlag
 from train.weight_sync import fingerprint
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Setting:
@@ -280,6 +285,37 @@ def test_every_server_has_a_rank_and_every_rank_a_server() -> None:
         # Who answers for a server's weights: each exactly once.
         loads = [mine if rank < n else [] for rank, mine in enumerate(shares)]
         assert sorted(server for mine in loads for server in mine) == list(range(n))
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_nobody_waits(tmp_path: Path) -> None:
+    """Two processes (gloo), each with a server of its own."""
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.train.server_ranks",
+    ]
+    subprocess.run([sys.executable, *launcher, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert [first["mine"], second["mine"]] == first["urls"]
+    assert first["first"] == second["first"] == first["unchanged"] == second["unchanged"]
+    assert first["first"]["error"] is None
+    assert (first["first"]["loads"], len(first["first"]["label"])) == (1, 16)
+    anew = "one was started anew"
+    assert first[anew] == second[anew] == first["first"] | {"loads": 2}, "all servers get the weights, none is special"
+    errors = {name: first[name]["error"] for name in ("one skips a tensor", "no folder", "one is dead")}
+    assert errors == {name: second[name]["error"] for name in errors}
+    assert f"weight sync: {LAYER_3_V} is not what" in errors["one skips a tensor"]
+    assert second["one skips a tensor"]["label"] == UNPROVEN
+    assert first["again"]["error"] is None
+    assert first["again"]["label"] == second["again"]["label"] != first["first"]["label"]
+    assert "SetupError: rollout.sync_folder: /dev/null/sync/" in errors["no folder"]
+    assert first["no folder"]["loads"] == first["again"]["loads"]
+    assert "broke off" in errors["one is dead"]
+    assert first["one is dead"]["label"] != first["fingerprint"]
 
 
 # ---- what is refused before anything is loaded
