@@ -14,23 +14,19 @@ import pytest
 import torch
 from torch import nn
 
+from shared.engines import vllm_server
 from shared.engines.base import Completion, Request, SamplingParams
 from shared.engines.vllm_server import WORKER, server_arguments
 from shared.engines.vllm_server_client import UNPROVEN, VllmServer
 from shared.errors import SetupError
 from tests.train.conftest import VOCABULARY
 from tests.train.fake_vllm import FakeVllm
-from tests.train.scripted_run import assert_same_run, make_config, metrics, shop_pool
+from tests.train.scripted_run import make_config
 from tests.train.test_weight_sync import LAYER_3_V, MakeModel, shapes, shift
 from train import servers as module
-from train.checkpoint import newest_complete
 from train.config import RolloutConfig
-from train.loop import run_training
-from train.reward import Score
-from train.rollout import Scorer
-from train.rollout_engines import check_rollout_engine, make_rollout_engine
+from train.rollout_engines import check_rollout_engine
 from train.servers import ADDRESSES, ServerRollouts, ServerSync, WeightFolder, server_addresses, share
-from train.stopping import StopFlag
 from train.weight_sync import fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -361,6 +357,12 @@ def test_a_server_without_our_receiver_is_told_how_to_start(setting: Setting) ->
         client.describe()
 
 
+def test_the_command_wants_a_model_first() -> None:
+    for arguments in ([], ["--port", "8000"]):
+        with pytest.raises(SetupError, match="give the model first"):
+            vllm_server.main(arguments)
+
+
 def test_the_command_adds_what_a_trainer_needs(tmp_path: Path) -> None:
     gpu = server_arguments("M", ["--port", "1"], cpu=False)
     assert gpu[:3] == ["vllm", "serve", "M"]
@@ -371,66 +373,3 @@ def test_the_command_adds_what_a_trainer_needs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"layer_types": ["linear_attention"]}')
     cpu = server_arguments(str(tmp_path), [], cpu=True)
     assert {"--enforce-eager", "--no-enable-chunked-prefill", "--no-enable-prefix-caching"} <= set(cpu)
-
-
-# ---- whole runs
-
-
-@pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards that differ within each group, so that each step changes the weights."""
-    monkeypatch.setattr(
-        Scorer,
-        "score",
-        lambda self, example, answers: [Score(i % 3, "invalid", False, 0, 0, 0, 0) for i in range(len(answers))],
-    )
-
-
-def run(folder: Path, model: Path, fake: FakeVllm, url: str) -> int:
-    config = make_config(
-        folder,
-        model,
-        [
-            *("steps=3", "checkpoint.every=1", "loss.ratio=none", "gate.mean_gap=100", "reward.degenerate_sample=0"),
-            *("rollout.engine=server", f"rollout.servers=[{url}]", "rollout.questions=2", "rollout.concurrency=4"),
-        ],
-    )
-
-    def make(policy: Any, trainer: Any) -> Any:
-        engine = make_rollout_engine(policy, trainer)
-        for client in engine.servers:  # type: ignore[attr-defined]
-            object.__setattr__(client.completions, "patience", 0.5)
-        return engine
-
-    return run_training(config, shop_pool(folder), StopFlag(config.output), make)
-
-
-@pytest.mark.usefixtures("scored")
-def test_a_run_whose_server_dies_or_restarts_in_a_step_ends_clearly_and_goes_on_from_its_checkpoint(
-    stack: ExitStack, make_model: MakeModel, model_folder: Path, tmp_path: Path
-) -> None:
-    fake = FakeVllm(make_model(), VOCABULARY, max_model_len=8000)
-    url = stack.enter_context(fake.serving())[0].url
-    for name in ("whole", "broken"):
-        (tmp_path / name).mkdir()
-    assert run(tmp_path / "whole", model_folder, fake, url) == 0
-    whole = metrics(tmp_path / "whole")
-    assert len({line["weights"] for line in whole}) == 3
-    a_step = len(fake.prompts) // 3
-
-    fake.restart()
-    fake.prompts = []
-    fake.dies_after = a_step + a_step // 2
-    with pytest.raises(SetupError, match=r"(broke off|cannot be reached).*see that it runs"):
-        run(tmp_path / "broken", model_folder, fake, url)
-    output = tmp_path / "broken" / "run"
-    assert newest_complete(output) == (1, output / "checkpoint-step-1")
-    assert not list(output.glob("sync*"))
-
-    fake.restart()
-    fake.dies_after, fake.restarts_after = None, len(fake.prompts) + a_step + a_step // 2
-    with pytest.raises(SetupError, match="samples with the weights default and not with"):
-        run(tmp_path / "broken", model_folder, fake, url)
-    assert newest_complete(output) == (2, output / "checkpoint-step-2")
-    assert run(tmp_path / "broken", model_folder, fake, url) == 0
-    assert_same_run(metrics(tmp_path / "broken"), whole)

@@ -153,10 +153,10 @@ def test_the_cpu_build_is_not_sent_to_sleep(scenes: dict[str, Any]) -> None:
         assert scenes["sleep"] == "SetupError: rollout.vllm.sleep: vLLM's CPU build cannot sleep; set it to false"
 
 
-def play_ranks(folder: Path, out: Path, *overrides: str) -> list[dict[str, Any]]:
+def play_ranks(folder: Path, out: Path, parallel: str, *overrides: str) -> list[dict[str, Any]]:
     """What each of two ranks saw of a run."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.train.vllm_ranks")
-    play(*launcher, str(folder), str(out), *overrides)
+    play(*launcher, str(folder), str(out), parallel, *overrides)
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -180,11 +180,18 @@ def check_two_ranks(ranks: list[dict[str, Any]], out: Path) -> None:
 
 
 def test_two_ranks_with_an_engine_each_take_the_same_steps(folder: Path, tmp_path: Path) -> None:
-    ranks = play_ranks(folder, tmp_path)
+    ranks = play_ranks(folder, tmp_path, "ddp")
     check_two_ranks(ranks, tmp_path)
     # Before each step, and when the test asks at the end: every tensor of each rank's engine.
     assert [rank["proofs"] for rank in ranks] == [[56] * 3] * 2
     assert "(1 of 56 pieces differ)" in ranks[1]["perturbed"], "the proof of the second rank is about its own engine"
+
+
+@pytest.mark.slow
+def test_two_sharded_ranks_with_an_engine_each_take_the_same_steps(folder: Path, tmp_path: Path) -> None:
+    ranks = play_ranks(folder, tmp_path, "fsdp")
+    check_two_ranks(ranks, tmp_path)
+    assert [rank["proofs"] for rank in ranks] == [[56] * 3] * 2
 
 
 def test_an_engine_in_another_process_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

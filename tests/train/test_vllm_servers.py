@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines import vllm_server
 from tests.engines.vllm_here import need_vllm
-from tests.train.test_vllm_rollouts import names, play, told, write_tiny_base
+from tests.train.test_vllm_rollouts import check_two_ranks, names, play, play_ranks, told, write_tiny_base
 from tests.train.vllm_sync_scenes import CONCURRENCY, MAX_LEN
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -98,14 +98,16 @@ def test_a_server_that_is_killed_is_given_up_in_one_line(scenes: dict[str, Any])
 
 @pytest.mark.slow
 def test_two_ranks_share_a_server(folder: Path, tmp_path: Path) -> None:
-    from tests.train.test_vllm_rollouts import check_two_ranks, play_ranks
-
+    """Whole on each rank or spread over both."""
     with vllm_server.serving(folder / "base", folder / "shared.log", *FLAGS) as url:
-        ranks = play_ranks(folder, tmp_path, "engine=server", f"servers=[{url}]")
-    # The first rank alone loads it; both compare what it says with the trainer's fingerprint.
-    assert [rank["proofs"] for rank in ranks] == [[56] * 3, [0] * 3]
-    check_two_ranks(ranks, tmp_path)
-    assert not list((tmp_path / "run").glob("sync*"))
+        for parallel in ("ddp", "fsdp"):
+            out = tmp_path / parallel
+            out.mkdir()
+            ranks = play_ranks(folder, out, parallel, "engine=server", f"servers=[{url}]")
+            # The first rank alone loads it; both compare what it says with the trainer's fingerprint.
+            assert [rank["proofs"] for rank in ranks] == [[56] * 3, [0] * 3]
+            check_two_ranks(ranks, out)
+            assert not list((out / "run").glob("sync*"))
 
 
 @pytest.fixture(autouse=True)

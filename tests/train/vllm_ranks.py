@@ -1,6 +1,7 @@
-"""One rank of a run of several that roll out with vLLM: `torchrun … -m tests.train.vllm_ranks FOLDER OUT key=value …`.
+"""One of two ranks that roll out with vLLM: `torchrun … -m tests.train.vllm_ranks FOLDER OUT PARALLEL key=value …`.
 
-FOLDER holds `base`, a tiny base with shapes that vLLM takes. Each rank writes what it saw to OUT/rank-N.json.
+FOLDER holds `base`, a tiny base with shapes that vLLM takes; PARALLEL is the config's key, the others are of its
+section `rollout`. Each rank writes what it saw to OUT/rank-N.json.
 """
 
 import json
@@ -17,6 +18,7 @@ from accelerate import PartialState
 from shared.config import parse_overrides
 from tests.train.vllm_sync_scenes import greedy, make_config, paying
 from train import loop
+from train.live import live_tensors
 from train.model import Policy
 from train.pool import load_pool
 from train.rollout import Group, check_weights
@@ -29,8 +31,9 @@ from train.weight_sync import WeightSync, checksum
 JSON = dict[str, Any]
 
 
-def main(folder: Path, out: Path, overrides: Sequence[str]) -> None:
-    config = make_config(folder, **parse_overrides(overrides, {})).model_copy(update={"output": out / "run"})
+def main(folder: Path, out: Path, parallel: str, overrides: Sequence[str]) -> None:
+    config = make_config(folder, **parse_overrides(overrides, {}))
+    config = config.model_copy(update={"output": out / "run", "parallel": parallel})
     rank = int(os.environ["RANK"])
     found: JSON = {"steps": [], "proofs": []}
 
@@ -64,9 +67,10 @@ def main(folder: Path, out: Path, overrides: Sequence[str]) -> None:
             """What the engine says when the run has ended, and what one rank alone notices."""
             engine.refresh()
             found["greedy"] = greedy(engine)
-            found["parameters"] = {n: str(checksum(p)) for n, p in policy.model.named_parameters()}
+            found["parameters"] = {n: str(checksum(t.value())) for n, t in live_tensors(policy.model).items()}
             found["fingerprint"] = trainer.weights
-            if isinstance(engine, SyncedEngine) and rank == 1:
+            # Under FSDP a proof is a collective of both ranks.
+            if isinstance(engine, SyncedEngine) and rank == 1 and parallel == "ddp":
                 found["perturbed"] = perturbed(engine)
             close()
 
@@ -101,4 +105,4 @@ def perturbed(engine: SyncedEngine) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
