@@ -1,4 +1,4 @@
-"""Whole runs that roll out with a pretended server: it dies, is started anew, the run is stopped; each goes on the same."""
+"""Whole runs that roll out with a pretended server: it dies, is started anew, the run is stopped; each goes on."""
 
 import time
 from collections.abc import Iterator
