@@ -6,7 +6,6 @@ What fails on one rank must fail on both, and at once: a rank that waits for ano
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from shared.engines.vllm_server_client import VllmServer
 from tests.train.conftest import VOCABULARY, tiny_model
 from tests.train.fake_vllm import FakeVllm
 from tests.train.test_weight_sync import LAYER_3_V, shift
+from tests.train.vllm_sync_scenes import refusal
 from train.servers import ServerRollouts, ServerSync, WeightFolder, share
 from train.weight_sync import fingerprint
 
@@ -62,14 +62,6 @@ def main(out: Path) -> None:
         engine.close()
         gather_object([None])  # the other may still be asking
     (out / f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def refusal(action: Callable[[], None]) -> str | None:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 if __name__ == "__main__":
