@@ -10,6 +10,7 @@ All ranks make the same collective calls, and fail together: a problem of one is
 
 import hashlib
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -90,16 +91,20 @@ class WeightFolder:
         """`folder` is this run's alone: what it leaves there when it is killed, it removes at its next start."""
         self.files: list[Path] = []
         self._base = folder.absolute()
+        self._folder = self._base
         self._writes = writes
         self._waiting: dict[str, Tensor] = {}
-        self._updates = 0
 
     def begin(self) -> None:
-        """A new, empty folder; on every rank, so that all know its name."""
+        """A new, empty folder. SetupError when it cannot be made."""
         self.remove()
-        self._updates += 1
-        if self._writes:
-            self._make()
+        if not self._writes:
+            return
+        self._folder = self._base / secrets.token_hex(8)
+        try:
+            self._folder.mkdir(parents=True)
+        except OSError as error:
+            raise SetupError(f"rollout.sync_folder: {self._folder} cannot be made ({error.strerror})") from None
 
     def add(self, name: str, tensor: Tensor) -> None:
         """One more tensor, under its checkpoint name."""
@@ -128,16 +133,6 @@ class WeightFolder:
         if self._writes:
             shutil.rmtree(self._base, ignore_errors=True)
 
-    @property
-    def _folder(self) -> Path:
-        return self._base / str(self._updates)
-
-    def _make(self) -> None:
-        try:
-            self._folder.mkdir(parents=True)
-        except OSError as error:
-            raise SetupError(f"rollout.sync_folder: {self._folder} cannot be made ({error.strerror})") from None
-
 
 class ServerSync:
     """Brings servers to a live model's weights, again and again."""
@@ -161,12 +156,14 @@ class ServerSync:
         """Load the live weights into the servers, prove it, and label them; all ranks call it.
 
         SetupError on all ranks when a number is not finite, a server fails, or holds something else than it was
-        given: no server has the label then, and none is asked for completions.
+        given; no server is asked for completions then.
         """
-        expected = together(self._write)
-        files = gather_object(self.folder.files)
-        together(lambda: self._load(files, label, expected))
-        self.folder.remove()
+        try:
+            expected = together(self._write)
+            files = gather_object(self.folder.files)
+            together(lambda: self._load(files, label, expected))
+        finally:
+            self.folder.remove()
 
     def _write(self) -> dict[Piece, int]:
         """Write the files, and return the checksum that each piece must have in a server."""
