@@ -18,6 +18,9 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+# Factors of a weight that is a float32.
+MixFactor = Annotated[float, Field(ge=0, le=1e6)]
+SMALLEST_FACTOR = 1e-6
 
 
 class ModelConfig(StrictModel):
@@ -35,6 +38,22 @@ class ModelConfig(StrictModel):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
 
 
+# What the audit of golds (python -m eval.audit) can say of one; docs/evaluation.md explains each.
+GoldFlag = Literal[
+    "gold_missing",
+    "gold_error",
+    "gold_timeout",
+    "gold_limit",
+    "gold_clock",
+    "gold_tie",
+    "gold_float",
+    "gold_mismatch",
+    "gold_empty",
+    "slow",
+    "ties_unchecked",
+]
+
+
 class DataConfig(StrictModel):
     """Where the pool of training questions comes from.
 
@@ -44,6 +63,8 @@ class DataConfig(StrictModel):
     `toy_questions` questions, written to the run's folder.
     difficulties: keep only these (empty: all). limit: first n of the pool (0: all). empty_gold: whether a
     question with an empty gold result may be drawn: any query that returns nothing would be right.
+    audit: the audit.json that `python -m eval.audit` wrote of these questions. Those that it flags with one of
+    `audit_drop` leave the pool; by default golds that fail, and golds whose result hangs on ties or on the clock.
     """
 
     benchmark: Literal["sqale", "questions", "toy"]
@@ -58,6 +79,15 @@ class DataConfig(StrictModel):
     difficulties: tuple[str, ...] = ()
     limit: NonNegativeInt = 0
     empty_gold: Literal["drop", "keep"] = "drop"
+    audit: Path | None = None
+    audit_drop: tuple[GoldFlag, ...] = (
+        "gold_missing",
+        "gold_error",
+        "gold_timeout",
+        "gold_limit",
+        "gold_clock",
+        "gold_tie",
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -116,11 +146,25 @@ class RolloutConfig(StrictModel):
 
 
 class CurriculumConfig(StrictModel):
-    """See train/curriculum.py. `enabled: false` draws uniformly."""
+    """See train/curriculum.py. `enabled: false` draws uniformly.
+
+    mix: by difficulty (case ignored), what the weight of such a question is multiplied by, e.g.
+    {simple: 1, moderate: 1, hard: 0.5}; 1 where nothing is said, 0 for never drawn. Empty: as the pool has them.
+    """
 
     enabled: bool = True
     ramp_steps: PositiveInt = 400
     k: float = 2.0
+    mix: dict[str, MixFactor] = {}  # noqa: RUF012 (pydantic copies it)
+
+    @model_validator(mode="after")
+    def _one_factor_a_difficulty(self) -> Self:
+        for factor in self.mix.values():
+            if factor and factor < SMALLEST_FACTOR:
+                raise ValueError(f"curriculum.mix: {factor:g} is too small; give 0 or at least {SMALLEST_FACTOR:g}")
+        if len({name.lower() for name in self.mix}) < len(self.mix):
+            raise ValueError("curriculum.mix names a difficulty twice (case is ignored)")
+        return self
 
 
 class RewardConfig(StrictModel):

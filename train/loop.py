@@ -289,10 +289,11 @@ def _one_step(run: Run, step: int) -> bool:
     watch.lap("update")
 
     seconds = sum(watch.seconds.values())
+    pool, factors = run.pool, run.pool.factors(config.curriculum.mix)
     run.log.step(
         {"step": step, "ranks": run.ranks}
         | summarize(sums)
-        | {"quantile_expected": expected_quantile(run.pool.quantiles, step, curriculum_settings(config))}
+        | {"quantile_expected": expected_quantile(pool.quantiles, step, curriculum_settings(config), factors)}
         | figures
         | {f"seconds_{name}": value for name, value in watch.seconds.items()}
         | {"seconds": seconds, "tokens_per_second": sums["sampled_tokens"] / max(seconds, 1e-9)}

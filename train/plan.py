@@ -23,10 +23,11 @@ from shared.engines.tokenizer import first_line
 from shared.errors import SetupError
 from train.config import TrainConfig
 from train.curriculum import expected_quantile
+from train.curriculum_report import difficulty_line
 from train.log import METRICS, format_seconds
 from train.memory import Shape, format_bytes, memory_plan, model_shape, peaks
 from train.model import check_model_path
-from train.pool import Pool, load_pool
+from train.pool import Pool, check_draws, load_pool
 from train.rollout import curriculum_settings
 from train.validation import HeldOut, load_held_out
 
@@ -117,14 +118,15 @@ def _print_pool(pool: Pool, config: TrainConfig, console: Console, problems: lis
     console.print(table)
     settings = curriculum_settings(config)
     marks = sorted({0, min(settings.ramp_steps, config.steps - 1) // 2, min(settings.ramp_steps, config.steps - 1)})
-    drawn = ", ".join(f"{expected_quantile(pool.quantiles, step, settings):.3f} at step {step}" for step in marks)
+    n = config.rollout.questions
+    factors = _attempt(lambda: check_draws(pool, config.curriculum.mix, n), problems)
+    if factors is not None:
+        console.print(difficulty_line(pool, marks, settings, factors), markup=False)
+    means = [(step, expected_quantile(pool.quantiles, step, settings, factors)) for step in marks]
+    drawn = ", ".join(f"{mean:.3f} at step {step}" for step, mean in means)
     console.print(f"mean quantile drawn: {drawn}", markup=False)
-    share = config.steps * config.rollout.questions / len(pool.examples)
+    share = config.steps * n / len(pool.examples)
     console.print(f"{config.steps:,} steps draw each question {share:.2f} times on average", markup=False)
-    if config.rollout.questions > len(pool.examples):
-        problems.append(
-            SetupError(f"the pool has {len(pool.examples)} questions, a step draws {config.rollout.questions}")
-        )
 
 
 def _print_memory(shape: Shape, config: TrainConfig, ranks: int, console: Console) -> None:

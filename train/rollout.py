@@ -19,7 +19,7 @@ from shared.sql.sandbox import Limits, Sandbox
 from shared.sql.structure import join_structure
 from train.batch import TrainRow
 from train.config import RolloutConfig, TrainConfig
-from train.curriculum import CurriculumSettings, draw
+from train.curriculum import CurriculumSettings, draw, drawable
 from train.loss import group_advantages
 from train.pool import Pool
 from train.reward import DEGENERATE_QUERIES, Candidate, Gold, Rows, Score, has_signal, score_group
@@ -147,12 +147,14 @@ class StepDraw:
         self._step = step
         # A longer draw begins with the shorter one, so looking further ahead changes nothing.
         n = REFILL * config.rollout.questions * (1 + config.reward.refill)
+        factors = pool.factors(config.curriculum.mix)
         self._order = draw(
             pool.quantiles,
-            max(config.rollout.questions, min(n, len(pool.examples))),
+            max(config.rollout.questions, min(n, drawable(pool.quantiles, factors))),
             seed=config.seed,
             step=step,
             settings=curriculum_settings(config),
+            factors=factors,
         )
         self._questions = self._usable(pool, config, scorer)
 

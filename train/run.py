@@ -20,7 +20,7 @@ from shared.cli import run_main
 from shared.config import dump_config
 from shared.errors import SetupError
 from train.config import TrainConfig, load_train_config
-from train.pool import TOY, TOY_HELD_OUT, load_pool
+from train.pool import TOY, TOY_HELD_OUT, check_draws, load_pool
 from train.stopping import LOCK, STOP_FILE, StopFlag
 
 CONFIG_COPY = "config.yaml"
@@ -52,11 +52,7 @@ def train(config: TrainConfig) -> int:
     with PartialState(cpu=config.device == "cpu").main_process_first():
         pool = load_pool(config.data, config.output, config.seed, _say)
         held_out = load_held_out(config, pool.examples, _say)
-    if config.rollout.questions > len(pool.examples):
-        raise SetupError(
-            f"the pool has {len(pool.examples)} questions, a step draws {config.rollout.questions}: "
-            "lower rollout.questions or add data"
-        )
+    check_draws(pool, config.curriculum.mix, config.rollout.questions)
     _say(dump_config(config))
     from train.loop import run_training
 

@@ -23,6 +23,7 @@ from train import curriculum
 from train.curriculum import (
     CurriculumSettings,
     draw,
+    drawable,
     expected_quantile,
     log_weights,
     quantile_ranks,
@@ -138,12 +139,67 @@ def test_the_order_of_loading_does_not_reorder_the_pool() -> None:
     assert first.quantiles.tolist() == second.quantiles.tolist()
 
 
-def test_full_size_pool_is_drawn_in_time_and_memory() -> None:
+# ---- the difficulty mix
+
+SPREAD = quantile_ranks(np.arange(2000))
+THIRDS = np.arange(2000) % 3  # difficulty by position, independent of the length
+
+
+def test_factors_of_one_draw_what_no_factors_draw() -> None:
+    for step in (0, 13, 399):
+        plain = draw(SPREAD, 18, seed=3, step=step, settings=RECIPE)
+        ones = np.ones(2000, dtype=np.float32)
+        assert draw(SPREAD, 18, seed=3, step=step, settings=RECIPE, factors=ones).tolist() == plain.tolist()
+        assert draw(SPREAD, 18, seed=3, step=step, settings=RECIPE, factors=4 * ones).tolist() == plain.tolist()
+
+
+def test_the_first_draws_follow_length_weight_times_factor() -> None:
+    """Chi-square over 6,000 draws from six questions whose factors run against their length weights, one of them 0."""
+    q, factors = quantile_ranks([1, 2, 3, 4, 5, 6]), np.array([3, 1, 0.5, 2, 0, 1], dtype=np.float32)
+    settings = CurriculumSettings(ramp_steps=10, k=1.0)
+    counts = np.zeros(6)
+    for seed in range(6000):
+        counts[draw(q, 1, seed=seed, step=9, settings=settings, factors=factors)[0]] += 1
+    weights = np.exp(log_weights(q, 9, settings).astype(float)) * factors
+    assert counts[4] == 0
+    left = weights > 0
+    assert chisquare(counts[left], 6000 * weights[left] / weights.sum()).pvalue > 1e-4
+
+
+@given(st.integers(0, 2**31), st.integers(0, 2000), st.integers(1, 26))
+def test_a_mixed_draw_is_pure_distinct_without_zeros_and_a_prefix_of_a_larger_one(seed: int, step: int, n: int) -> None:
+    q = quantile_ranks(np.arange(40) // 3)
+    factors = np.array([(0.0, 0.25, 3.0)[i % 3] for i in range(40)], dtype=np.float32)
+    drawn = draw(q, n, seed=seed, step=step, settings=RECIPE, factors=factors)
+    assert len(set(drawn.tolist())) == n
+    assert all(position % 3 for position in drawn.tolist())
+    whole = draw(q, drawable(q, factors), seed=seed, step=step, settings=RECIPE, factors=factors)
+    assert drawn.tolist() == whole[:n].tolist()
+
+
+def test_a_mix_that_leaves_too_few_is_refused() -> None:
+    factors = (np.arange(20) % 2).astype(np.float32)
+    with pytest.raises(SetupError, match=r"pool has 20 questions, of which curriculum\.mix leaves 10, a step draws 11"):
+        draw(quantile_ranks(range(20)), 11, seed=0, step=0, settings=RECIPE, factors=factors)
+
+
+def test_the_expectation_and_the_tenths_use_the_mix() -> None:
+    factors = np.where(SPREAD < 0.5, np.float32(0), np.float32(1)).astype(np.float32)
+    assert expected_quantile(SPREAD, 200, RECIPE, factors) == pytest.approx(0.75, abs=1e-3)
+    assert weight_by_quantile(SPREAD, 200, RECIPE, factors=factors) == pytest.approx([0] * 5 + [0.2] * 5, abs=2e-3)
+    mixed = np.array([1.0, 1.0, 0.5], dtype=np.float32)[THIRDS]
+    drawn = np.concatenate([draw(SPREAD, 18, seed=s, step=200, settings=RECIPE, factors=mixed) for s in range(150)])
+    assert np.mean(THIRDS[drawn] == 2) == pytest.approx(0.2, abs=0.04)
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_full_size_pool_is_drawn_in_time_and_memory(mix: bool) -> None:
     """1.4 million questions: under 200 MB, and faster than Gumbel top-k written plainly (some 20 ms a draw)."""
     lengths = np.random.default_rng(0).integers(5, 400, 1_400_000)
     tracemalloc.start()
     q = quantile_ranks(lengths)
-    draw(q, 18, seed=0, step=0, settings=RECIPE)
+    factors = np.array([1, 0.5, 0], dtype=np.float32)[lengths % 3] if mix else None
+    draw(q, 18, seed=0, step=0, settings=RECIPE, factors=factors)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200e6
@@ -151,7 +207,7 @@ def test_full_size_pool_is_drawn_in_time_and_memory() -> None:
     ours, textbook = [], []
     for step in range(7):
         start = time.perf_counter()
-        draw(q, 18, seed=1, step=step, settings=RECIPE)
+        draw(q, 18, seed=1, step=step, settings=RECIPE, factors=factors)
         ours.append(time.perf_counter() - start)
         start = time.perf_counter()
         np.argpartition(-np.random.default_rng(step).gumbel(size=len(q)), 18)[:18]
@@ -160,7 +216,11 @@ def test_full_size_pool_is_drawn_in_time_and_memory() -> None:
 
 
 def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    questions = [{"db_id": "d", "question": f"q{i}", "query": f"SELECT {'1 + ' * i}1"} for i in range(40)]
+    questions = [
+        {"db_id": "d", "question": f"q{i}", "query": f"SELECT {'1 + ' * (i // 2)}1", "difficulty": level}
+        for i in range(40)
+        for level in [("simple", "hard")[i % 2]]
+    ]
     (tmp_path / "q.json").write_text(json.dumps(questions))
     (tmp_path / "db" / "d").mkdir(parents=True)
     with sqlite3.connect(tmp_path / "db" / "d" / "d.sqlite") as connection:
@@ -174,4 +234,10 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "40 questions" in printed
     assert "0.500" in printed
+    assert "difficulty" not in printed
     assert not (tmp_path / "run").exists()
+    assert curriculum.main(["--config", str(config), "curriculum.mix={Simple: 3}"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "share of the weight by difficulty, step 0 to 999: hard 25.0% to 25.0%, simple 75.0% to 75.0%" in printed
+    with pytest.raises(SetupError, match="no question is 'medium'; the pool has hard, simple"):
+        curriculum.main(["--config", str(config), "curriculum.mix={medium: 3}"])

@@ -187,6 +187,7 @@ def _data(config: TrainConfig) -> str:
     data = config.data
     levels = f"; {', '.join(data.difficulties)}" if data.difficulties else ""
     limit = f"; the first {data.limit:,}" if data.limit else ""
+    limit += f"; without golds that an audit flagged {', '.join(data.audit_drop)}" if data.audit else ""
     if data.benchmark == "toy":
         return f"generated: {data.toy_questions:,} questions over {data.toy_databases:,} databases{levels}{limit}"
     names = [model_name(str(name)) for name in (data.queries, data.schemas, data.questions, data.databases) if name]
@@ -196,9 +197,12 @@ def _data(config: TrainConfig) -> str:
 
 def _curriculum(config: TrainConfig) -> str:
     curriculum = config.curriculum
+    mix = ", ".join(f"{name} x {factor:g}" for name, factor in curriculum.mix.items())
+    by_difficulty = f"; weight by difficulty: {mix}" if mix else ""
     if not curriculum.enabled:
-        return "none: questions drawn uniformly"
-    return f"by length of the gold query, short first, over {curriculum.ramp_steps:,} steps (k = {curriculum.k:g})"
+        return f"none: questions drawn {'without regard to length' if mix else 'uniformly'}{by_difficulty}"
+    ramp = f"over {curriculum.ramp_steps:,} steps (k = {curriculum.k:g})"
+    return f"by length of the gold query, short first, {ramp}{by_difficulty}"
 
 
 def _batch(config: TrainConfig) -> str:
