@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -246,6 +247,29 @@ def test_after_a_reset_no_old_answer_is_taken_for_a_new_one(setting: Setting) ->
     fresh = {seed: setting.clients[0].sample(request("a", 0, seed), setting.fake.label).token_ids for seed in (0, 9)}
     setting.engine.add(request("a", turn=0, seed=9))
     assert [completion.token_ids for completion in setting.drain()] == [fresh[9]] != [fresh[0]]
+
+
+def test_whoever_answers_first_each_completion_is_of_its_own_prompt(setting: Setting) -> None:
+    setting.engine.refresh()
+    generate = setting.fake._generate
+    delays = itertools.cycle([0.03, 0.0, 0.02, 0.0, 0.01])
+
+    def late(body: Any) -> Any:
+        time.sleep(next(delays))
+        return generate(body)
+
+    setting.fake._generate = late  # type: ignore[method-assign]
+    wanted = [
+        Request(f"s{i}#0", (i % 3, 7), SamplingParams(1.0, 1.0, 0, 8, seed=i // 6, stop_token_ids=(5,)), f"s{i}")
+        for i in range(24)
+    ]
+    expected = {each.request_id: setting.clients[0].sample(each, setting.fake.label) for each in wanted}
+    assert len({completion.token_ids for completion in expected.values()}) == 3 * 4
+    for each in wanted:
+        setting.engine.add(each)
+    done = setting.drain()
+    assert [completion.request_id for completion in done] != [each.request_id for each in wanted]
+    assert {completion.request_id: completion for completion in done} == expected
 
 
 # ---- several

@@ -1,16 +1,24 @@
 """Training with real vLLM servers for its rollouts: weights over HTTP, proven there, and on every completion."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared.config import dump_config
 from tests.engines import vllm_server
-from tests.engines.vllm_here import need_vllm
-from tests.train.test_vllm_rollouts import check_two_ranks, names, play, play_ranks, told, write_tiny_base
-from tests.train.vllm_sync_scenes import CONCURRENCY, MAX_LEN
+from tests.engines.vllm_here import ENVIRONMENT, need_vllm
+from tests.train.test_vllm_rollouts import ROOT, check_two_ranks, names, play, play_ranks, told, write_tiny_base
+from tests.train.vllm_sync_scenes import CONCURRENCY, MAX_LEN, make_config
+from train.checkpoint import newest_complete
+from train.servers import ADDRESSES
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -108,6 +116,42 @@ def test_two_ranks_share_a_server(folder: Path, tmp_path: Path) -> None:
             assert [rank["proofs"] for rank in ranks] == [[56] * 3, [0] * 3]
             check_two_ranks(ranks, out)
             assert not list((out / "run").glob("sync*"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_was_killed_goes_on_with_another(folder: Path, tmp_path: Path) -> None:
+    """Programs and nothing else: `train.run` beside a server that is killed in a step, then both once more."""
+    config = make_config(folder, engine="server").model_copy(update={"output": tmp_path / "run"})
+    (tmp_path / "c.yaml").write_text(dump_config(config))
+    # Nothing is right, so it is the decay that moves the weights.
+    keys = ["steps=500", "checkpoint.every=1", "optimizer.weight_decay=0.1"]
+    command = [sys.executable, "-m", "train.run", "--config", str(tmp_path / "c.yaml"), *keys]
+
+    def start(url: str, *more: str) -> subprocess.Popen[str]:
+        environment = os.environ | ENVIRONMENT | {ADDRESSES: url}
+        return subprocess.Popen([*command, *more], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    path = tmp_path / "run" / "metrics.jsonl"
+    with vllm_server.started(folder / "base", folder / "first.log", *FLAGS) as (url, group):
+        run = start(url)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and (not path.exists() or path.read_text().count("\n") < 3):
+            time.sleep(0.1)
+        os.killpg(group, signal.SIGKILL)
+        _, said = run.communicate(timeout=180)
+    assert run.returncode == 2, said
+    assert said.splitlines()[-1].startswith("error: the server at http://127.0.0.1:")
+    done = newest_complete(tmp_path / "run")
+    assert done is not None
+    assert done[0] >= 3
+    with vllm_server.serving(folder / "base", folder / "second.log", *FLAGS) as url:
+        run = start(url, f"steps={done[0] + 2}")
+        _, said = run.communicate(timeout=180)
+    assert run.returncode == 0, said
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(done[0] + 2))
+    assert len({line["weights"] for line in lines}) == len(lines)
+    assert all(0 < line["gap_mean"] < 0.05 for line in lines)
 
 
 @pytest.fixture(autouse=True)
