@@ -27,7 +27,7 @@ def serving(model: Path, log: Path, *flags: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def started(model: Path, log: Path, *flags: str) -> Iterator[tuple[str, int]]:
-    """Base URL and process group of a server; what it says goes to `log`. It is gone afterwards, children and all."""
+    """Base URL and process of a server; what it says goes to `log`. It is gone afterwards, children and all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

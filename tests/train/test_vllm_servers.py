@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scenes(folder: Path) -> dict[str, Any]:
     """What tests/train/vllm_server_scenes.py saw; it kills the server in the end."""
-    with vllm_server.started(folder / "base", folder / "server.log", *FLAGS) as (url, group):
-        play("-m", "tests.train.vllm_server_scenes", str(folder), url, str(group), str(folder / "scenes.json"))
+    with vllm_server.started(folder / "base", folder / "server.log", *FLAGS) as (url, server):
+        play("-m", "tests.train.vllm_server_scenes", str(folder), url, str(server), str(folder / "scenes.json"))
     found: dict[str, Any] = json.loads((folder / "scenes.json").read_text())
     return found
 
@@ -132,12 +132,12 @@ def test_a_run_whose_server_was_killed_goes_on_with_another(folder: Path, tmp_pa
         return subprocess.Popen([*command, *more], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
     path = tmp_path / "run" / "metrics.jsonl"
-    with vllm_server.started(folder / "base", folder / "first.log", *FLAGS) as (url, group):
+    with vllm_server.started(folder / "base", folder / "first.log", *FLAGS) as (url, server):
         run = start(url)
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and (not path.exists() or path.read_text().count("\n") < 3):
             time.sleep(0.1)
-        os.killpg(group, signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
         _, said = run.communicate(timeout=180)
     assert run.returncode == 2, said
     assert said.splitlines()[-1].startswith("error: the server at http://127.0.0.1:")

@@ -1,5 +1,5 @@
 """A run that rolls out with a real vLLM server, and what happens to its weights afterwards:
-`python -m tests.train.vllm_server_scenes FOLDER URL PROCESS_GROUP OUT`.
+`python -m tests.train.vllm_server_scenes FOLDER URL PROCESS OUT`.
 
 FOLDER holds `base`, of which the server at URL was started; the last scene kills it.
 See tests/train/vllm_sync_scenes.py for the rest.
@@ -42,7 +42,7 @@ from train.trainer import Trainer
 JSON = dict[str, Any]
 
 
-def main(folder: Path, url: str, group: int, out: Path) -> None:
+def main(folder: Path, url: str, server: int, out: Path) -> None:
     config = make_config(folder, engine="server", servers=[url])
     found: JSON = {"before": VllmServer.at(url).label()}
     with paying():
@@ -66,7 +66,7 @@ def main(folder: Path, url: str, group: int, out: Path) -> None:
     with paying():
         code, _, trainer, engine = play(config.model_copy(update={"steps": 3}), look=found)
     found |= {"resumed_code": code, "resumed_syncs": engine.syncs}
-    found["dead"] = dead(engine, group)
+    found["dead"] = dead(engine, server)
     out.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -133,12 +133,12 @@ def spoilt(engine: ServerRollouts, trainer: Trainer, policy: Policy, name: str, 
     return {"error": error, "label": engine.servers[0].label()}
 
 
-def dead(engine: ServerRollouts, group: int) -> str | None:
+def dead(engine: ServerRollouts, server: int) -> str | None:
     """The server is killed under a running request."""
     engine.refresh()
     object.__setattr__(engine.servers[0].completions, "patience", 2.0)
     engine.add(Request("last", PROMPTS[0], SamplingParams(1.0, 1.0, 0, 300)))
-    os.killpg(group, signal.SIGKILL)
+    os.kill(server, signal.SIGKILL)
 
     def drain() -> None:
         while engine.has_work():
