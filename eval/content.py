@@ -27,6 +27,7 @@ from eval.tables import (
     score_tables,
     unscored_table,
 )
+from eval.trace import Viewer, index_entry, trace
 from shared.errors import SetupError
 
 TIER_LABELS = {
@@ -38,6 +39,14 @@ TIER_LABELS = {
 }
 _TIER_COLOURS = {"no_answer": "none", "fails": "fails", "wrong": "wrong", "official": "official", "strict": "strict"}
 _RIGHT = ("official", "strict")
+EVALUATION = Viewer(
+    kind="evaluation",
+    classes={key: (found.label, found.tier) for key, found in CLASSES.items()},
+    tiers={**TIER_LABELS, "unscored": "no verdict"},
+    entry=index_entry,
+    trace=trace,
+    record="Everything that determines the result of a run.",
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class Content:
     runs: tuple[str, ...]
     episodes: tuple[tuple[Record, ...], ...]
     identities: tuple[Mapping[str, Any], ...]
+    viewer: Viewer = EVALUATION
 
 
 def run_content(run: Run) -> Content:

@@ -15,11 +15,9 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.content import TIER_LABELS, Content
+from eval.content import Content
 from eval.gold import RULES
-from eval.measures import CLASSES
 from eval.tables import Table
-from eval.trace import index_entry, trace
 from shared.tools.protocol import EXEC_PLAN_TOOL_INSTRUCTIONS, PROMPT_SHA256
 
 _NOT_IN_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
@@ -40,10 +38,12 @@ def render_page(content: Content) -> Iterator[str]:
     template = _environment().get_template("report.html.j2")
     style, script = _read("report.css"), "\n".join(_read(name) for name in ("dom.js", "trace.js", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    viewer = content.viewer
     settings = {
+        "kind": viewer.kind,
         "runs": content.runs,
-        "classes": {key: [c.label, c.tier] for key, c in CLASSES.items()},
-        "tiers": {**TIER_LABELS, "unscored": "no verdict"},
+        "classes": viewer.classes,
+        "tiers": viewer.tiers,
         "flags": {rule.key: rule.doc for rule in RULES.values()},
         "modes": [identity["mode"] for identity in content.identities],
     }
@@ -54,7 +54,7 @@ def render_page(content: Content) -> Iterator[str]:
         script=Markup(script),
         script_hash=digest,
         settings=Markup(embed_json(settings)),
-        index=Markup(embed_json([index_entry(records) for records in content.episodes])),
+        index=Markup(embed_json([viewer.entry(records) for records in content.episodes])),
         traces=_traces(content),
         prompt=EXEC_PLAN_TOOL_INSTRUCTIONS if prompts == {PROMPT_SHA256} else None,
         identities=[json.dumps(identity, indent=2, ensure_ascii=True) for identity in content.identities],
@@ -67,7 +67,7 @@ def render_page(content: Content) -> Iterator[str]:
 def _traces(content: Content) -> Iterator[Markup]:
     limits = [int(identity["budgets"]["max_turns"]) for identity in content.identities]
     for records in content.episodes:
-        sides = [trace(record, limit) for record, limit in zip(records, limits, strict=True)]
+        sides = [content.viewer.trace(record, limit) for record, limit in zip(records, limits, strict=True)]
         yield Markup(embed_json(sides))
 
 

@@ -130,9 +130,10 @@ def histogram_plot(
         for group, colour, label in zip(data, colours, labels, strict=True):
             axes.hist([group], bins=edges, histtype="step", color=[colour], label=label, lw=1.8)
     axes.legend(frameon=False, fontsize=8.5, handlelength=1.1, labelcolor=_COLOURS["ink"])
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    # Of a single whole number, one tick: else the locator would look for a second one between whole numbers.
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.tick_params(axis="y", labelcolor=_COLOURS["muted"])
     axes.set_ylabel("episodes")
     _finish(axes, xlabel, grid="y")

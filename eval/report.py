@@ -1,5 +1,7 @@
 """Reports: `python -m eval.report RUN` makes one HTML file of a finished run, `python -m eval.report A B` of two.
 
+RUN may also be the folder of a training run, or one of its episodes/step-*.jsonl: the episodes that it sampled.
+
 The file is whole in itself (it opens from a disk, without a network) and holds every episode, to be read turn by
 turn. `--markdown FILE` writes the tables for a paper beside it.
 """
@@ -11,14 +13,22 @@ from eval.content import Content, comparison_content, run_content
 from eval.page import render_page
 from eval.pairing import load_run
 from eval.tables import to_markdown
+from eval.training import LAST_STEPS, default_report, is_training, training_content
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
 from shared.files import write_atomic
 from shared.text import escape_markdown
 
 
-def load_content(folders: Sequence[Path]) -> Content:
-    """The content of a report over one finished run, or over two. SetupError says what is wrong with them."""
+def load_content(folders: Sequence[Path], last_steps: int = LAST_STEPS) -> Content:
+    """The content of a report over one finished run, over two, or over `last_steps` sampled steps of a training run.
+
+    SetupError says what is wrong with them.
+    """
+    if any(map(is_training, folders)):
+        if len(folders) > 1:
+            raise SetupError("the episodes of a training run are shown by themselves: give one RUN")
+        return training_content(folders[0], last_steps)
     runs = [load_run(folder) for folder in folders]
     return run_content(runs[0]) if len(runs) == 1 else comparison_content(runs[0], runs[1])
 
@@ -42,18 +52,33 @@ def main() -> int:
     """The command line."""
     parser = ArgumentParser(prog="python -m eval.report", description="One HTML file of a run, or of two compared.")
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a finished eval.run; one or two"
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="folder of a finished eval.run, one or two; or of a training run, or one of its episodes/step-*.jsonl",
     )
     parser.add_argument(
         "--out", type=Path, help="the HTML file (default: report.html, or compare-A.html, in the last RUN)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=LAST_STEPS,
+        metavar="N",
+        help=f"of a training run, the last N sampled steps (default {LAST_STEPS}; 0: all)",
     )
     parser.add_argument("--markdown", type=Path, help="write the tables as markdown too")
     arguments = parser.parse_args()
     if len(arguments.runs) > 2:
         raise SetupError("a report is of one run or of two: for more, python -m eval.compare prints all pairs")
-    content = load_content(arguments.runs)
+    if arguments.steps < 0:
+        raise SetupError(f"--steps {arguments.steps}: give the number of sampled steps to show, or 0 for all")
+    content = load_content(arguments.runs, arguments.steps)
     default = "report.html" if len(arguments.runs) == 1 else f"compare-{arguments.runs[0].resolve().name}.html"
-    out: Path = arguments.out or arguments.runs[-1] / default
+    out: Path = arguments.out or (
+        default_report(arguments.runs[0]) if is_training(arguments.runs[0]) else arguments.runs[-1] / default
+    )
     write_report(out, render_page(content))
     print(f"{out}: {len(content.episodes)} episodes, {out.stat().st_size / 1e6:.1f} MB")
     if arguments.markdown is not None:

@@ -4,15 +4,32 @@ The record holds what the model wrote and what each call returned. What the envi
 about turns without a call, the budget, the request for the final SQL) is made again by the functions that made it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from eval.measures import CLASSES, Record, measure
 from shared.tools.protocol import ClosingReason, budget_line, closing_message, parse_turn, problem_result
 
 # Outcomes of a call that shows in the trace as it was written, because its arguments were not understood.
 _UNREAD = "bad_call"
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """How a page shows its episodes.
+
+    `classes` maps an outcome to its words and its tier, `tiers` a tier (the viewer's colour and mark) to its words.
+    `entry` and `trace` make what is embedded of one question's records, and of one record given its limit of turns.
+    `record` says what the page's run record holds.
+    """
+
+    kind: Literal["evaluation", "training"]
+    classes: Mapping[str, tuple[str, str]]
+    tiers: Mapping[str, str]
+    entry: Callable[[Sequence[Record]], dict[str, Any]]
+    trace: Callable[[Record, int], dict[str, Any]]
+    record: str
 
 
 def index_entry(records: Sequence[Record]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import html
 import io
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -331,6 +332,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         raise SetupError(f"--out {out} cannot be written: {error}") from error
     print(out)
+    if any((arguments.run / "episodes").glob("*.jsonl")):
+        print(f"the sampled episodes, turn by turn: python -m eval.report {shlex.quote(str(arguments.run))}")
     return 0
 
 

@@ -329,6 +329,8 @@ def episode_lines(groups: Sequence[Group], step: int) -> Iterator[dict[str, Any]
                 "step": step,
                 "quantile": group.question.quantile,
                 "question": group.question.example.question,
+                "evidence": group.question.example.evidence,
+                "difficulty": group.question.example.difficulty,
                 "gold_sql": group.question.example.gold_sql,
                 "score": score.__dict__ | {},
                 "episode": record.to_json(tokens=False),

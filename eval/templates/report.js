@@ -3,6 +3,7 @@
 const settings = embedded("settings");
 const entries = embedded("index");
 const many = settings.runs.length > 1;
+const training = settings.kind === "training";
 const byId = (id) => document.getElementById(id);
 const list = byId("list");
 const pane = byId("trace");
@@ -28,7 +29,13 @@ function change(entry) {
 const FILTERS = [
   ...(many ? [["change", "Change", (e) => [change(e)], (v) => CHANGES[v] || "no verdict"]] : []),
   ...settings.runs.map((run, i) => [`tier-${i}`, many ? `Outcome in ${run}` : "Outcome", (e) => [e.sides[i].tier], (v) => `${MARKS[v]} ${settings.tiers[v]}`]),
-  ["outcome", "How it ended", (e) => e.sides.map((s) => s.outcome || s.status), (v) => (settings.classes[v] || [v.replaceAll("_", " ")])[0]],
+  ...(training
+    ? [
+        ["step", "Step", (e) => [String(e.step)], (v) => `step ${v}`],
+        ["group", "Question", (e) => [e.group], (v) => v],
+        ["ended", "How it ended", (e) => e.sides.map((s) => s.ended), (v) => v.replaceAll("_", " ")],
+      ]
+    : [["outcome", "How it ended", (e) => e.sides.map((s) => s.outcome || s.status), (v) => (settings.classes[v] || [v.replaceAll("_", " ")])[0]]]),
   ["db", "Database", (e) => [e.db], (v) => v],
   ["difficulty", "Difficulty", (e) => [e.difficulty || "(none)"], (v) => v],
   ["origin", "Origin", (e) => e.sides.map((s) => s.origin), (v) => v.replaceAll("_", " ")],
@@ -39,6 +46,7 @@ const SORTS = {
   "most calls": (e) => -Math.max(...e.sides.map((s) => s.calls)),
   "most tokens": (e) => -Math.max(...e.sides.map((s) => s.sampled_tokens)),
   "longest gold": (e) => -e.sides[0].gold_length,
+  ...(training ? { "highest reward": (e) => -e.sides[0].reward } : {}),
 };
 
 function traits(side) {
@@ -131,7 +139,7 @@ function item(i) {
     { id: `item${i}`, role: "option", "data-entry": i, "aria-selected": "false" },
     el("span", { class: "badges" }, e.sides.map((side) => badge(side, settings, true))),
     el("span", { class: "ask" }, visible(e.question)),
-    el("span", { class: "meta" }, el("span", { class: "db" }, visible(e.db)), el("span", {}, calls)),
+    el("span", { class: "meta" }, el("span", { class: "db" }, visible(e.db)), el("span", {}, training ? `reward ${e.sides[0].reward.toFixed(2)} · ${calls}` : calls)),
   );
 }
 

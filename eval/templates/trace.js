@@ -20,7 +20,7 @@ function traceView(entry, traces, settings) {
   const head = el(
     "header",
     { class: "asked" },
-    el("p", { class: "where" }, visible(`${entry.id}${entry.sample ? ` · sample ${entry.sample + 1}` : ""} · ${entry.db}`), entry.difficulty ? ` · ${entry.difficulty}` : ""),
+    el("p", { class: "where" }, visible(`${entry.id}${entry.step === undefined ? (entry.sample ? ` · sample ${entry.sample + 1}` : "") : ` · candidate ${entry.sample + 1}`} · ${entry.db}`), entry.difficulty ? ` · ${entry.difficulty}` : "", entry.step === undefined ? "" : ` · step ${entry.step}`),
     el("h2", { class: "question" }, visible(entry.question)),
     entry.evidence ? el("p", { class: "evidence" }, el("span", { class: "label" }, "Evidence "), visible(entry.evidence)) : null,
   );
@@ -48,7 +48,7 @@ function answers(entry, traces, settings) {
       { class: "answer gold" },
       el("h3", {}, "Gold"),
       entry.gold ? sqlBlock(entry.gold) : el("p", { class: "absent" }, "result files, no query"),
-      rowsTable(gold && gold.gold, "no rows to show"),
+      rowsTable(gold && gold.gold, settings.kind === "training" ? null : "no rows to show"),
       entry.flags.map((flag) => el("p", { class: "suspicion" }, el("b", {}, flag.replaceAll("_", " ")), ` ${settings.flags[flag] || ""}`)),
     ),
   ];
@@ -105,6 +105,7 @@ function sideView(entry, side, trace, number, settings, many) {
     ["ended", side.ended.replaceAll("_", " ")],
     ["origin", side.origin.replaceAll("_", " ")],
   ];
+  if (side.reward !== undefined) figures.unshift(["reward", side.reward.toFixed(3)]);
   if (side.opened !== null) figures.push(["gold tables", side.opened ? "all opened" : "not all opened"]);
   if (side.literals && side.literals[0]) {
     const [total, seen, , nowhere] = side.literals;
@@ -115,7 +116,7 @@ function sideView(entry, side, trace, number, settings, many) {
     { class: "side", "data-side": number },
     many ? el("h3", { class: "run" }, visible(settings.runs[number])) : null,
     el("dl", { class: "figures" }, figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    settings.modes[number] === "full" ? el("p", { class: "absent" }, "The question came with the schema (mode full).") : null,
+    (side.mode || settings.modes[number]) === "full" ? el("p", { class: "absent" }, "The question came with the schema (mode full).") : null,
     trace.error ? el("div", { class: "error" }, el("p", {}, "A fault of the harness ended this episode."), textBlock(trace.error)) : null,
     el("ol", { class: "turns" }, trace.turns.map((turn, i) => turnView(turn, i))),
     trace.turns.length ? null : el("p", { class: "absent" }, "no turn: the prompt left no room"),

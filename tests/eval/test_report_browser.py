@@ -14,6 +14,7 @@ from eval.report import load_content, write_report
 from tests.eval.agents import HOSTILE, evaluate_mixed
 from tests.eval.hostile import DB_ID, write_hostile
 from tests.eval.runs import arguments
+from tests.eval.training_runs import write_training_run
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 CHROMIUM = next(
@@ -57,7 +58,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of a run's page and of a comparison's."""
+    """Addresses of a run's page, of a comparison's, and of a training run's."""
     folder = write_hostile(tmp_path_factory.mktemp("hostile"))
     with pytest.MonkeyPatch.context() as patch:
         for salt in "ab":
@@ -68,6 +69,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "comparison": load_content([folder / "a", folder / "b"]),
         "odd": replace(run, episodes=odd_episodes(run.episodes[-1][0])),
         "long": replace(run, episodes=run.episodes * 20),
+        "training": load_content([write_training_run(folder, folder / "training")]),
     }
     for name, content in contents.items():
         write_report(folder / f"{name}.html", render_page(content))
@@ -257,7 +259,7 @@ def test_a_line_of_a_table_leads_to_its_episodes(show: Callable[..., Any]) -> No
     assert count(browser, "#list .badge.no_answer") == expected
 
 
-@pytest.mark.parametrize("name", ["run", "comparison"])
+@pytest.mark.parametrize("name", ["run", "comparison", "training"])
 @pytest.mark.parametrize("hash", ["", "#episodes", "#episode=1", "#episode=20", "#record"])
 def test_a_phone_scrolls_in_one_direction(show: Callable[..., Any], name: str, hash: str) -> None:
     browser = show(name, hash, PHONE)
@@ -285,6 +287,32 @@ def test_a_comparison_shows_both_runs(show: Callable[..., Any]) -> None:
     tabs[1].click()
     assert browser.find_element("css selector", "[data-side='1'] .turns").is_displayed()
     assert not browser.find_element("css selector", "[data-side='0'] .turns").is_displayed()
+
+
+def test_the_candidates_of_a_training_question(show: Callable[..., Any]) -> None:
+    browser = show("training")
+    link = next(a for a in browser.find_elements("css selector", "a.filter") if a.text.startswith("step 25 · "))
+    browser.execute_script("arguments[0].click()", link)
+    wait_until(lambda: count(browser, "#list [data-entry]") == 3)
+    assert "step 25" in text(browser, "#trace .where")
+    assert "candidate 1" in text(browser, "#trace .where")
+    assert [node.text for node in browser.find_elements("css selector", "#trace .verdicts code")] == [
+        "reward",
+        "exact",
+        "partial",
+        "join",
+        "majority",
+    ]
+    browser.find_element("id", "clear").click()
+    wait_until(lambda: count(browser, "#list [data-entry]") == 42)
+    choose(browser, "tier-0", "fails")
+    wait_until(lambda: 0 < count(browser, "#list [data-entry]") == count(browser, "#list .badge.fails") < 42)
+    for i in range(42):
+        browser.execute_script("select(arguments[0])", i)
+        assert "undefined" not in text(browser, "#trace .figures")
+        assert count(browser, "#trace .turn") == browser.execute_script(
+            "return entries[arguments[0]].sides[0].turns", i
+        )
 
 
 def test_episodes_that_lack_something(show: Callable[..., Any]) -> None:
