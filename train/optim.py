@@ -1,11 +1,13 @@
 """The optimizer and its learning rate."""
 
+import importlib.util
 import math
 from typing import Any
 
 import torch
 from torch import nn
 
+from shared.errors import SetupError
 from train.config import OptimizerConfig
 
 
@@ -59,8 +61,14 @@ class Optimizers:
                 group["lr"], group["base_lr"] = lr, base
 
 
+def check_optimizer(config: OptimizerConfig) -> None:
+    """SetupError when the optimizer's package is missing; asked before anything is loaded."""
+    if config.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise SetupError("optimizer.name: adamw8bit needs bitsandbytes: pip install bitsandbytes")
+
+
 def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
-    """AdamW over everything, or Muon over hidden matrices and AdamW over the rest.
+    """AdamW over everything (its moments in 8 bits if so named), or Muon over hidden matrices and AdamW over the rest.
 
     Muon takes the two-dimensional weights inside the decoder layers; embeddings, the output projection,
     norms, convolutions and biases go to AdamW.
@@ -74,10 +82,18 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> Optimizers:
     taken = {id(p) for p in matrices}
     rest = [p for p in trained if id(p) not in taken]
     parts: dict[str, torch.optim.Optimizer] = {}
-    if rest:
-        parts["adamw"] = torch.optim.AdamW(
-            rest, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=config.fused
-        )
+    adamw: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if config.name == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        parts["adamw8bit"] = AdamW8bit(rest, **adamw)
+    elif rest:
+        parts["adamw"] = torch.optim.AdamW(rest, fused=config.fused, **adamw)
     if matrices:
         parts["muon"] = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
     return Optimizers(parts)

@@ -41,8 +41,10 @@ def check_output(output: Path) -> None:
 def train(config: TrainConfig) -> int:
     """Run (or continue) training; returns the exit code. All that can be refused is refused before a model loads."""
     from train.model import load_codec
+    from train.optim import check_optimizer
 
     check_output(config.output)
+    check_optimizer(config.optimizer)
     load_codec(config.model.path, config.model.revision)
     from accelerate import PartialState
 

@@ -1,14 +1,17 @@
 """The learning-rate schedule by hand, and which parameters go where."""
 
 import copy
+import importlib.util
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from shared.errors import SetupError
 from train.config import OptimizerConfig
-from train.optim import build_optimizers, lr_scale
+from train.optim import build_optimizers, check_optimizer, lr_scale
 
 SCALES = [
     # step, total, warm-up share, final share, schedule, expected
@@ -85,3 +88,47 @@ def test_fused_steps_are_the_same_to_rounding(make_model: Callable[[], Any]) -> 
             optimizers.step()
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_eight_bit_moments_step_nearly_the_same_and_survive_a_round_trip() -> None:
+    torch.manual_seed(0)
+    whole, eight = torch.nn.Linear(128, 96), torch.nn.Linear(128, 96)
+    eight.load_state_dict(whole.state_dict())
+    first, second = (
+        build_optimizers(m, OptimizerConfig(name=n, lr=1e-3)) for m, n in ((whole, "adamw"), (eight, "adamw8bit"))
+    )
+    start = whole.weight.detach().clone()
+
+    def step(models: Any, optimizers: Any, seed: int) -> None:
+        torch.manual_seed(seed)
+        gradients = [torch.randn_like(p) for p in models[0].parameters()]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p.grad = gradient.clone()
+            optimizer.step()
+
+    for seed in range(10):
+        step((whole, eight), (first, second), seed)
+    moved = (whole.weight - start).norm()
+    assert 0 < (whole.weight - eight.weight).norm() < 0.05 * moved
+    torch.testing.assert_close(eight.bias, whole.bias)  # small tensors keep float32 moments
+    saved = io.BytesIO()
+    torch.save(second.state_dict(), saved)
+    state = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+    moments = [
+        p for part in second.parts.values() for s in part.state.values() for p in s.values() if torch.is_tensor(p)
+    ]
+    assert sum(p.numel() * p.element_size() for p in moments if p.dtype == torch.uint8) == 2 * 128 * 96
+    resumed = torch.nn.Linear(128, 96)
+    resumed.load_state_dict(eight.state_dict())
+    third = build_optimizers(resumed, OptimizerConfig(name="adamw8bit", lr=1e-3))
+    third.load_state_dict(state)
+    step((eight, resumed), (second, third), 11)
+    torch.testing.assert_close(resumed.weight, eight.weight, rtol=0, atol=0)
+
+
+def test_a_missing_eight_bit_package_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SetupError, match="pip install bitsandbytes"):
+        check_optimizer(OptimizerConfig(name="adamw8bit"))
+    check_optimizer(OptimizerConfig())

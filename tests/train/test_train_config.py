@@ -132,7 +132,7 @@ def test_bad_values_name_the_key(tmp_path: Path, override: str, named: str) -> N
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("other", ["loss.kl.offload=true", "optimizer.name=muon"])
+@pytest.mark.parametrize("other", ["loss.kl.offload=true", "optimizer.name=muon", "optimizer.name=adamw8bit"])
 def test_sharding_refuses_what_it_cannot_do(tmp_path: Path, other: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(MINIMAL)
