@@ -46,6 +46,12 @@ N_TRAINED, N_ALL = 12, 16
 def write_base(folder: Path) -> Path:
     folder.mkdir()
     save_file(base_tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+    write_aux_files(folder)
+    return folder
+
+
+def write_aux_files(folder: Path) -> None:
+    """Everything of a base but its weights."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -56,7 +62,6 @@ def write_base(folder: Path) -> Path:
         (folder / name).write_text(f'{{"_": "{name}"}}')
     (folder / "chat_template.jinja").write_text("{{ messages }}<think>\n")
     (folder / "README.md").write_text("the base's own card")
-    return folder
 
 
 def trained_tensors(change: float = 0.5, dtype: torch.dtype | None = torch.float32) -> Tensors:

@@ -7,7 +7,7 @@ shards, named by `model.safetensors.index.json`.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 CHUNK_VALUES = 8 << 20
 MAX_HEADER_BYTES = 100 << 20
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,29 @@ def read_header(path: Path) -> WeightFile:
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = len(header)
     for tensor in tensors:
-        item = _ITEM_BYTES.get(tensor.dtype)
+        item = ITEM_BYTES.get(tensor.dtype)
         if tensor.offset != end or (item is not None and tensor.numel * item != tensor.nbytes):
             raise broken
         end += tensor.nbytes
     if end != size:
         raise broken
     return WeightFile(path, header, tuple(tensors))
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """A file's header, length prefix included, for (name, dtype, shape) in the order in which the data will follow.
+
+    Padded with blanks to whole groups of eight bytes, as the format's own library does. The caller sees to it that
+    every tensor begins at a multiple of its values' size: wider dtypes first.
+    """
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _tensor_info(name: str, entry: Mapping[str, Any], path: Path, data_start: int) -> TensorInfo:
