@@ -18,10 +18,12 @@ from shared.data.example import Example, Loaded
 from shared.errors import SetupError
 from train.config import DataConfig
 
+# By question id: the database of its gold, and what holds of it.
+Audit = Mapping[str, tuple[str, frozenset[str]]]
 _COMMAND = "python -m eval.audit"
 
 
-def read_audit(path: Path) -> dict[str, tuple[str, frozenset[str]]]:
+def read_audit(path: Path) -> Audit:
     """By question id: the database and the flags of its gold. SetupError when the file is missing or no audit."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -43,16 +45,18 @@ def _flags(entry: Mapping[str, Any]) -> frozenset[str]:
 
 
 def drop_flagged(
-    examples: Sequence[Example], loaded: Loaded, config: DataConfig, report: Callable[[str], None]
+    examples: Sequence[Example],
+    loaded: Loaded,
+    audit: Audit,
+    config: DataConfig,
+    report: Callable[[str], None],
 ) -> list[Example]:
-    """`examples` (selected of `loaded`) without those whose gold has a flag of `config.audit_drop`.
+    """`examples` (selected of `loaded`) without those whose gold has a flag of `config.audit_drop` in `config.audit`.
 
     `report` gets a line that says how many left by flag, and how many the audit does not know. A question with several
     flags is counted under each. SetupError when the audit is of other questions: no id in common, an id on another
     database, or an id that a whole read of the data does not have.
     """
-    assert config.audit is not None
-    audit = read_audit(config.audit)
     _check_same_questions(audit, loaded, config)
     dropping = set(config.audit_drop)
     kept: list[Example] = []
@@ -76,7 +80,7 @@ def drop_flagged(
     return kept
 
 
-def _check_same_questions(audit: Mapping[str, tuple[str, frozenset[str]]], loaded: Loaded, config: DataConfig) -> None:
+def _check_same_questions(audit: Audit, loaded: Loaded, config: DataConfig) -> None:
     databases = {example.question_id: example.db_id for example in loaded.examples}
     strangers = [question_id for question_id in audit if question_id not in databases]
     # A loader that left questions out on purpose (by level, limit or phrasing) does not know their ids.

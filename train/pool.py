@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shared.data.example import Example, Loaded
 from shared.errors import SetupError
 from shared.sql.structure import gold_length
-from train.audit import drop_flagged
+from train.audit import drop_flagged, read_audit
 from train.config import DataConfig
 from train.curriculum import Floats, drawable, quantile_ranks
 
@@ -115,14 +115,15 @@ def load_pool(config: DataConfig, output: Path, seed: int, report: Callable[[str
 
     `report` gets a line with what was read and what was left out, by reason.
     """
+    audit = None if config.audit is None else read_audit(config.audit)
     loaded = _load(config, output, seed)
     examples = select(loaded.examples, config)
     line = f"training pool: {loaded.summary()}"
     if len(examples) < len(loaded.examples):
         line += f"; {len(examples):,} left after data.difficulties, data.limit and questions without gold SQL"
     report(line)
-    if config.audit is not None:
-        examples = drop_flagged(examples, loaded, config, report)
+    if audit is not None:
+        examples = drop_flagged(examples, loaded, audit, config, report)
     return build_pool(examples)
 
 

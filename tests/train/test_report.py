@@ -103,6 +103,11 @@ def test_a_run_in_progress_and_empty_steps(finished: Path, tmp_path: Path) -> No
     assert re.search(r"steps without a signal</th><td>1<", (tmp_path / "report.html").read_text())
 
 
+def test_it_says_how_to_read_the_episodes(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(finished / "run"), "--out", str(tmp_path / "r.html")]) == 0
+    assert f"python -m eval.report {finished / 'run'}" in capsys.readouterr().out
+
+
 def test_a_mean_leaves_out_what_is_missing() -> None:
     assert trailing_mean([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
 

@@ -46,6 +46,14 @@ def _unknown_difficulty(folder: Path, model: Path) -> list[str]:
     return ["data.difficulties=[extreme]"]
 
 
+def _unknown_mix(folder: Path, model: Path) -> list[str]:
+    return ["curriculum.mix={extreme: 2}"]
+
+
+def _no_audit(folder: Path, model: Path) -> list[str]:
+    return [f"data.audit={folder / 'audit.json'}"]
+
+
 BAD_INPUT = [
     (_no_model, "nowhere is neither a folder nor a hub id"),
     (_no_tokenizer, "has no tokenizer"),
@@ -53,6 +61,8 @@ BAD_INPUT = [
     (_in_use, "holds other files and no run"),
     (_small_pool, "the pool has 5 questions, a step draws 18"),
     (_unknown_difficulty, "no question is 'extreme'"),
+    (_unknown_mix, "curriculum.mix: no question is 'extreme'"),
+    (_no_audit, r"audit.json cannot be read \(No such file or directory\); write it with python -m eval.audit"),
 ]
 
 
