@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from shared.errors import SetupError
 from shared.files import flush
 
@@ -95,7 +97,8 @@ def write_checkpoint(output: Path, step: int, write: Callable[[Path], None], *, 
         marker = writing / MARKER
         marker.write_text(json.dumps({"step": step, "files": listing}, indent=1), encoding="utf-8")
         flush(marker)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # A disk that is full is an OSError to Python, a RuntimeError to torch.save, and safetensors has its own.
         shutil.rmtree(writing, ignore_errors=True)
         raise SetupError(f"checkpoint of step {step} could not be written to {output}: {error}") from error
     if target.exists():

@@ -81,6 +81,12 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
     assert_same_run(finish(tmp_path, model_folder), metrics(finished))
 
 
+def test_eight_bit_moments_resume_as_they_were(tmp_path: Path, model_folder: Path) -> None:
+    whole = finish(tmp_path / "whole", model_folder, "optimizer.name=adamw8bit")
+    finish(tmp_path / "parts", model_folder, "optimizer.name=adamw8bit", "steps=3", "planned_steps=5")
+    assert_same_run(finish(tmp_path / "parts", model_folder, "optimizer.name=adamw8bit"), whole)
+
+
 def test_other_data_or_seed_is_not_continued(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
