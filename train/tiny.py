@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
@@ -213,7 +214,7 @@ def write_base(out: Path, seed: int = 0, layout: Layout = "demo") -> int:
         _write_json(
             out / "video_preprocessor_config.json", _PREPROCESSOR | {"video_processor_type": "Qwen3VLVideoProcessor"}
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise SetupError(f"{out} cannot be written: {error}; give another folder") from error
     return sum(tensor.numel() for tensor in tensors.values())
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -155,7 +156,7 @@ def warm_start(config: WarmStartConfig) -> Path:
         shutil.rmtree(scratch, ignore_errors=True)
         save_policy(Policy(model, tokenizer, codec), scratch)
         os.replace(scratch, config.output)  # an output folder is complete or absent
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise SetupError(f"output: {config.output} cannot be written: {error}; give another folder") from error
     return config.output
 
