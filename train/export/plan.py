@@ -9,21 +9,16 @@ from typing import Literal
 import torch
 
 from shared.errors import SetupError
+from train.export.names import EMBEDDING_ENDING, LM_HEAD, part_of, spellings
 from train.export.weights import FLOATS, TensorInfo, WeightFolder, cast_chunks, raw_chunks, read_weights, value_chunks
 
 Origin = Literal["trained", "base vision", "base MTP"]
-VISION_PREFIXES = ("model.visual.", "visual.")
-MTP_PREFIXES = ("mtp.", "model.mtp.")
-TEXT_PREFIX, FULL_PREFIX = "model.", "model.language_model."
-LM_HEAD = "lm_head.weight"
-EMBEDDING_ENDING = "embed_tokens.weight"
 
 
 def origin_of(name: str) -> Origin:
-    """What a tensor of the base is: part of the language model (trained), of the vision tower or of the MTP head."""
-    if name.startswith(VISION_PREFIXES):
-        return "base vision"
-    return "base MTP" if name.startswith(MTP_PREFIXES) else "trained"
+    """Where a tensor of the export comes from: the checkpoint for the language model, else the base."""
+    part = part_of(name)
+    return "trained" if part == "language" else "base vision" if part == "vision" else "base MTP"
 
 
 @dataclass(frozen=True)
@@ -72,14 +67,6 @@ def make_plan(base_folder: Path, checkpoint_folder: Path) -> ExportPlan:
     return ExportPlan(base, checkpoint, tensors, tuple(warnings))
 
 
-def _spellings(name: str) -> set[str]:
-    """A language-model name as it is, and as the other class spells it."""
-    rest = name.removeprefix(FULL_PREFIX) if name.startswith(FULL_PREFIX) else name.removeprefix(TEXT_PREFIX)
-    if rest == name or rest.startswith(FULL_PREFIX.removeprefix(TEXT_PREFIX)):
-        return {name}
-    return {TEXT_PREFIX + rest, FULL_PREFIX + rest}
-
-
 def _match_names(
     base: WeightFolder, checkpoint: WeightFolder, language: set[str]
 ) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -92,7 +79,7 @@ def _match_names(
         if origin_of(name) != "trained":
             aside += 1
             continue
-        names = _spellings(name) & language
+        names = spellings(name) & language
         if not names:
             unknown.append(name)
         elif len(names) > 1 or (target := next(iter(names))) in matched:

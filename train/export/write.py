@@ -98,9 +98,14 @@ def index_bytes(plan: ExportPlan) -> bytes:
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
+def json_bytes(value: object) -> bytes:
+    """A report as it is written: JSON with a line break at its end. ValueError for NaN and infinities."""
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+
+
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file that has reached the disk when this returns."""
-    _write(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+    _write(path, json_bytes(value))
 
 
 def _write(path: Path, content: bytes) -> None:
