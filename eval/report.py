@@ -13,7 +13,8 @@ from eval.content import Content, comparison_content, run_content
 from eval.page import render_page
 from eval.pairing import load_run
 from eval.tables import to_markdown
-from eval.training import LAST_STEPS, default_report, is_training, training_content
+from eval.training import LAST_STEPS, training_content
+from eval.training_lines import default_report, is_training
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
 from shared.files import write_atomic

@@ -12,7 +12,7 @@ from eval.content import Content
 from eval.page import render_page
 from eval.plots import histogram_plot
 from eval.report import load_content, main, render_markdown
-from eval.training import TIERS, read_step
+from eval.training_lines import TIERS, read_step
 from shared.errors import SetupError
 from tests.eval.hostile import write_hostile
 from tests.eval.training_runs import write_training_run
