@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from shared.text import plain
+
 _PLAIN_SECONDS = 10.0
 _LISTED = 20
 
@@ -127,7 +129,8 @@ def print_summary(summary: Mapping[str, Any], folder: Path) -> None:
     if summary["excluded"]:
         console.print(f"{len(summary['excluded'])} of {summary['n_episodes']} episodes have no verdict:")
         for item in summary["excluded"][:_LISTED]:
-            console.print(f"  {item['question_id']}  {item['status']}  {item['reason']}", markup=False, soft_wrap=True)
+            line = plain(f"{item['question_id']}  {item['status']}  {item['reason']}")
+            console.print(f"  {line}", markup=False, soft_wrap=True)
         if len(summary["excluded"]) > _LISTED:
             console.print(f"  … and {len(summary['excluded']) - _LISTED} more, in summary.json")
     console.print(f"written to {folder}", markup=False, soft_wrap=True)
