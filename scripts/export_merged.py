@@ -2,13 +2,15 @@
 
     python scripts/export_merged.py --checkpoint runs/x/checkpoint-600 --base Qwen/Qwen3.5-2B --out exports/x
 
-The trained language-model tensors go under the base's names and into the base's dtypes; the vision tower, the MTP
+The trained language-model tensors go under the base's names and into the base's dtypes (or, with --dtype-from
+checkpoint, keep their own); the vision tower, the MTP
 head, the configuration, the tokenizer and the chat template are the base's own, byte for byte, and
 generation_config.json stops on both stop tokens. Everything is checked before anything is written; the folder is
 written beside its place and renamed, and by default read back and compared tensor by tensor before that.
 OUT/export_report.json says where every tensor came from.
 
-Base and checkpoint are folders or hub ids. Not covered: quantized weights, LoRA adapters, sharded optimizer formats.
+Base and checkpoint are folders or hub ids. A checkpoint is a whole model or a plain LoRA adapter of peft, which is
+merged in float32. Not covered: quantized weights, other adapters, FSDP shards (`accelerate merge-weights` joins them).
 Exit code 2: something given can't be used, nothing was written. 1: the written export failed its check and was removed.
 """
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_output_folder(args.out, base, checkpoint)
     aux_files = plan_aux_files(base, checkpoint) | {AGENT: agent_program()}
     console.print(f"checking every tensor of {checkpoint} against {base}", soft_wrap=True)
-    plan = make_plan(base, checkpoint)
+    plan = make_plan(base, checkpoint, args.dtype_from)
     record = card_record(args.out.resolve().name, base, checkpoint, lambda line: console.print(f"note: {line}"))
 
     try:
@@ -81,14 +83,14 @@ def _export(
     plan: ExportPlan, aux_files: Mapping[str, bytes], out: Path, console: Console, record: CardRecord, *, verify: bool
 ) -> Sequence[TensorRow]:
     """Write, verify and put in place. Returns the provenance table; raises VerificationError."""
-    size = sum(file.nbytes for file in plan.base.files)
+    size = plan.tensor_bytes
     with beside(out, size + sum(map(len, aux_files.values()))) as folder:
         with Progress(console=console, transient=True) as bars:
             task = bars.add_task("writing", total=size)
             write_export(plan, aux_files, folder, lambda n: bars.advance(task, n))
             verdict = Verdict(provenance(plan), ())
             if verify:
-                task = bars.add_task("verifying", total=plan.base.tensor_bytes)
+                task = bars.add_task("verifying", total=size)
                 verdict = verify_export(plan, aux_files, folder, lambda n: bars.advance(task, n))
         if verdict.problems:
             raise VerificationError(verdict.problems)
@@ -102,11 +104,19 @@ def _export(
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, help="checkpoint folder, run folder (its newest) or hub id")
+    parser.add_argument(
+        "--checkpoint", required=True, help="checkpoint or LoRA adapter folder, run folder (its newest) or hub id"
+    )
     parser.add_argument(
         "--base", required=True, help="folder or hub id of the base model that the run was started from"
     )
     parser.add_argument("--out", required=True, type=Path, help="folder to make; absent or empty")
+    parser.add_argument(
+        "--dtype-from",
+        choices=("base", "checkpoint"),
+        default="base",
+        help="whose dtype each trained tensor gets (default: base)",
+    )
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
@@ -120,7 +130,8 @@ def report(plan: ExportPlan, rows: Sequence[TensorRow], *, verified: bool) -> di
     """What export_report.json holds: totals by origin, warnings, and one row a tensor."""
     return {
         "base": str(plan.base.folder),
-        "checkpoint": str(plan.checkpoint.folder),
+        "checkpoint": str(plan.checkpoint),
+        "dtype_from": plan.dtype_from,
         "verified": verified,
         "tensors": len(rows),
         "parameters": sum(row.numel for row in rows),

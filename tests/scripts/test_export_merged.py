@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.scripts.export_cases import (
     write_checkpoint,
 )
 from train.export import weights as weights_module
+from train.export.plan import ExportPlan, make_plan
 
 
 @pytest.mark.parametrize("spelling", ["text class", "full class"])
@@ -173,3 +175,74 @@ def test_a_run_folder_means_its_newest_complete_checkpoint(base: Path, tmp_path:
     assert torch.equal(read_all(tmp_path / "out")[f"{FULL}norm.weight"], (norm + 0.25).float().to(norm.dtype))
     with pytest.raises(SetupError, match="not a complete checkpoint"):
         export(base, run / "checkpoint-step-10", tmp_path / "other")
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+@pytest.mark.parametrize("chunk_values", [5, 8 << 20])
+def test_with_dtype_from_checkpoint_trained_tensors_keep_their_dtype(
+    base: Path, tmp_path: Path, layout: str, chunk_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_module, "CHUNK_VALUES", chunk_values)
+    if layout == "sharded":
+        shard(base)
+    trained = trained_tensors(change=0.01, dtype=torch.float32)
+    # One is as it was, in the base's dtype; one in another dtype with the base's values.
+    trained["model.norm.weight"] = base_tensors()[f"{FULL}norm.weight"]
+    trained["model.layers.0.mlp.gate_proj.weight"] = base_tensors()[f"{FULL}layers.0.mlp.gate_proj.weight"].float()
+    out = tmp_path / "out"
+    assert export(base, write_checkpoint(tmp_path / "checkpoint", trained), out, "--dtype-from", "checkpoint") == 0
+
+    original, got = base_tensors(), read_all(out)
+    assert got.keys() == original.keys()
+    for name, before in original.items():
+        wanted = trained[name.replace(FULL, "model.")] if name.startswith(FULL) else before
+        assert got[name].dtype == wanted.dtype, name
+        assert torch.equal(got[name], wanted), name
+    size = sum(tensor.nbytes for tensor in got.values())
+    report = json.loads((out / "export_report.json").read_text())
+    assert (report["dtype_from"], report["tensor_bytes"], report["verified"]) == ("checkpoint", size, True)
+    assert report["changed"] == N_TRAINED - 2
+    rows = {row["name"]: row for row in report["table"]}
+    assert (rows[f"{FULL}embed_tokens.weight"]["dtype"], rows[f"{FULL}embed_tokens.weight"]["base_dtype"]) == (
+        "F32",
+        "BF16",
+    )
+    assert any(line.startswith("9 tensors are written in the checkpoint's dtype") for line in report["warnings"])
+    if layout == "sharded":
+        assert json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == size
+    for file in weights_module.read_weights(out).files:
+        assert all(
+            tensor.offset % torch.empty(0, dtype=got[tensor.name].dtype).itemsize == 0 for tensor in file.tensors
+        )
+
+
+def test_values_that_the_base_could_not_hold_are_no_trouble_in_the_checkpoints_dtype(
+    base: Path, tmp_path: Path
+) -> None:
+    trained = trained_tensors()
+    trained["model.embed_tokens.weight"][0, 0] = 3.4e38
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", trained)
+    with pytest.raises(SetupError, match="too large"):
+        export(base, checkpoint, tmp_path / "out")
+    assert export(base, checkpoint, tmp_path / "out", "--dtype-from", "checkpoint") == 0
+    assert read_all(tmp_path / "out")[f"{FULL}embed_tokens.weight"][0, 0] == torch.tensor(3.4e38)
+
+
+def test_a_base_like_checkpoint_in_its_own_dtypes_gives_the_bases_files_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", trained_tensors(change=0.0, dtype=None))
+    export(base, checkpoint, tmp_path / "out", "--dtype-from", "checkpoint")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+
+
+def test_a_trained_tensor_in_another_dtype_than_planned_is_noticed(
+    base: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Written as the base has it where the checkpoint's dtype was asked for."""
+
+    def write_as_the_base(plan: ExportPlan, *rest: Any) -> None:
+        genuine(make_plan(plan.base.folder, plan.checkpoint), *rest)
+
+    genuine = export_merged.write_export
+    monkeypatch.setattr(export_merged, "write_export", write_as_the_base)
+    assert export(base, checkpoint, tmp_path / "out", "--dtype-from", "checkpoint") == 1
+    assert "is BF16[16, 8], not F32[16, 8]" in capsys.readouterr().err

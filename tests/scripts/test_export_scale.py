@@ -67,9 +67,13 @@ def mtp_shapes() -> dict[str, tuple[int, ...]]:
     return {f"mtp.{name}.weight": shape for name, shape in shapes.items()}
 
 
+def nbytes(spec: Spec) -> int:
+    return torch.Size(spec[2]).numel() * FLOATS[spec[1]].itemsize
+
+
 def write_file(path: Path, specs: list[Spec], values: Callable[[Spec], Iterator[torch.Tensor]]) -> None:
     with open(path, "wb") as file:
-        file.write(header_bytes(specs, {"format": "pt"}))
+        file.write(header_bytes([(*spec, nbytes(spec)) for spec in specs], {"format": "pt"}))
         for spec in specs:
             for chunk in values(spec):
                 file.write(value_bytes(chunk.to(FLOATS[spec[1]])))
@@ -77,7 +81,7 @@ def write_file(path: Path, specs: list[Spec], values: Callable[[Spec], Iterator[
 
 def write_shards(folder: Path, specs: list[Spec], values: Callable[[Spec], Iterator[torch.Tensor]]) -> None:
     """About equally large shards, and their index."""
-    sizes = [torch.Size(shape).numel() * FLOATS[dtype].itemsize for _, dtype, shape in specs]
+    sizes = [nbytes(spec) for spec in specs]
     total, weight_map = sum(sizes), {}
     parts: list[list[Spec]] = [[] for _ in range(SHARDS)]
     for spec, before in zip(specs, accumulate(sizes, initial=0), strict=False):

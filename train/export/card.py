@@ -272,7 +272,7 @@ def _selection(training: Training) -> Iterator[str]:
 def _limits(report: Mapping[str, Any], training: Training | None) -> Iterator[str]:
     carried = [origin.removeprefix("base ") for origin in report["origins"] if origin.startswith("base ")]
     if carried:
-        parts = {"vision": "vision tower", "MTP": "MTP head"}
+        parts = {"language": "other language-model tensors", "vision": "vision tower", "MTP": "MTP head"}
         names = " and ".join(parts.get(name, name) for name in carried)
         yield f"The base's {names} {'is' if len(carried) == 1 else 'are'} carried over untouched, never trained here."
     if training is not None:

@@ -14,10 +14,10 @@ from train.export.write import export_chunks
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One line of the provenance table. `source_dtype` is the checkpoint's for a trained tensor.
+    """One line of the provenance table. `source_dtype` is the checkpoint's (or the adapter's) for a trained tensor.
 
-    `changed`: its bytes differ from the base's; `max_change`: the largest |export - base| of a value.
-    Both are None before the export was read back.
+    `changed`: its bytes (in another dtype: its values) differ from the base's; `max_change`: the largest
+    |export - base| of a value. Both are None before the export was read back.
     """
 
     name: str
@@ -27,6 +27,7 @@ class TensorRow:
     numel: int
     nbytes: int
     source_dtype: str
+    base_dtype: str
     changed: bool | None = None
     max_change: float | None = None
 
@@ -45,11 +46,12 @@ def provenance(plan: ExportPlan) -> tuple[TensorRow, ...]:
         TensorRow(
             name,
             tensor.origin,
-            tensor.base.dtype,
+            tensor.dtype,
             tensor.base.shape,
             tensor.base.numel,
-            tensor.base.nbytes,
-            tensor.source.dtype,
+            tensor.nbytes,
+            tensor.trained_dtype,
+            tensor.base.dtype,
         )
         for name, tensor in plan.tensors.items()
     )
@@ -84,9 +86,9 @@ def _layout_problems(plan: ExportPlan, export: WeightFolder) -> list[str]:
     problems += [f"{name} does not belong to the base" for name in export.tensors if name not in base]
     for name, found in export.tensors.items():
         wanted = base.get(name)
-        if wanted is not None and (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        if wanted is not None and (found.dtype, found.shape) != (plan.tensors[name].dtype, wanted.shape):
             problems.append(
-                f"{name} is {found.dtype}{list(found.shape)}, the base's {wanted.dtype}{list(wanted.shape)}"
+                f"{name} is {found.dtype}{list(found.shape)}, not {plan.tensors[name].dtype}{list(wanted.shape)}"
             )
     if export.index is not None and json.loads(export.index)["metadata"]["total_size"] != export.tensor_bytes:
         problems.append(f"total_size in {INDEX} is not {export.tensor_bytes}")
@@ -101,10 +103,12 @@ def _compare(
     pieces = zip(raw_chunks(found), export_chunks(planned), raw_chunks(planned.base), strict=True)
     for written, wanted, original in pieces:
         equal = equal and written == wanted
-        if written != original:
-            changed = True
+        if row.dtype != row.base_dtype or written != original:
+            apart = 0.0
             if row.dtype in FLOATS:
-                largest = max(largest, largest_difference(written, original, row.dtype))
+                apart = largest_difference(written, row.dtype, original, row.base_dtype)
+            changed = changed or row.dtype == row.base_dtype or apart > 0
+            largest = max(largest, apart)
         progress(len(written))
     measured = replace(row, changed=changed, max_change=largest)
     return measured, None if equal else f"{row.name} does not hold the bytes of its source ({planned.source.path})"

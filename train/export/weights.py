@@ -41,11 +41,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One safetensors file: its header's bytes (length prefix included) and its tensors in the order of their data."""
+    """One safetensors file: its header's bytes (length prefix included) and its tensors in the order of their data.
+
+    `metadata` is what the header says about the file itself, None when it says nothing.
+    """
 
     path: Path
     header: bytes
     tensors: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str] | None
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +126,7 @@ def read_header(path: Path) -> WeightFile:
         header = prefix + file.read(length)
     try:
         entries = json.loads(header[8:])
-        entries.pop("__metadata__", None)
+        metadata = entries.pop("__metadata__", None)
         tensors = [_tensor_info(name, entry, path, len(header)) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise broken from None
@@ -135,19 +139,21 @@ def read_header(path: Path) -> WeightFile:
         end += tensor.nbytes
     if end != size:
         raise broken
-    return WeightFile(path, header, tuple(tensors))
+    return WeightFile(path, header, tuple(tensors), metadata)
 
 
-def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """A file's header, length prefix included, for (name, dtype, shape) in the order in which the data will follow.
+def header_bytes(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """A file's header, length prefix included, for (name, dtype, shape, bytes) in the order of the data to follow.
 
     Padded with blanks to whole groups of eight bytes, as the format's own library does. The caller sees to it that
     every tensor begins at a multiple of its values' size: wider dtypes first.
     """
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+    for name, dtype, shape, nbytes in tensors:
+        begin, end = end, end + nbytes
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -182,19 +188,13 @@ def value_chunks(tensor: TensorInfo) -> Iterator[torch.Tensor]:
         yield torch.frombuffer(chunk, dtype=FLOATS[tensor.dtype])
 
 
-def cast_chunks(tensor: TensorInfo, dtype: str) -> Iterator[torch.Tensor]:
-    """The values as flat pieces in another dtype, rounded to nearest even where it is narrower."""
-    for chunk in value_chunks(tensor):
-        yield chunk.to(FLOATS[dtype])
-
-
 def value_bytes(values: torch.Tensor) -> memoryview:
     """The bytes of a flat contiguous tensor, without a copy."""
     data: memoryview = values.view(torch.uint8).numpy().data
     return data
 
 
-def largest_difference(a: bytearray, b: bytearray, dtype: str) -> float:
-    """max |a - b| over two equally long pieces of values of `dtype` (one of FLOATS)."""
-    x, y = (torch.frombuffer(data, dtype=FLOATS[dtype]).to(torch.float64) for data in (a, b))
+def largest_difference(a: bytearray, a_dtype: str, b: bytearray, b_dtype: str) -> float:
+    """max |a - b| over two pieces of equally many values; the dtypes are of FLOATS."""
+    x, y = (torch.frombuffer(data, dtype=FLOATS[dtype]).double() for data, dtype in ((a, a_dtype), (b, b_dtype)))
     return float((x - y).abs().max())

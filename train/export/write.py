@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import SetupError
-from train.export.plan import ExportPlan, PlannedTensor
-from train.export.weights import INDEX, cast_chunks, raw_chunks, value_bytes
+from train.export.plan import ExportPlan, PlannedTensor, final_values
+from train.export.weights import INDEX, ITEM_BYTES, WeightFile, header_bytes, raw_chunks, value_bytes
 
 SPARE_BYTES = 64 << 20
 
@@ -61,14 +61,15 @@ def write_export(
 ) -> None:
     """Fill `folder`: the base's weight files in their own layout with the trained tensors put in, and the other files.
 
-    Header, order and byte ranges are the base's, so a checkpoint equal to the base gives files equal to the base's.
-    `progress` is called with bytes written.
+    Header, order and byte ranges are the base's, so a checkpoint equal to the base gives files equal to the base's;
+    only a file in which a tensor changes its dtype is laid out anew. `progress` is called with bytes written.
     """
     for file in plan.base.files:
         with open(folder / file.path.name, "wb") as output:
-            output.write(file.header)
-            for tensor in file.tensors:
-                for data in export_chunks(plan.tensors[tensor.name]):
+            header, tensors = file_layout(plan, file)
+            output.write(header)
+            for tensor in tensors:
+                for data in export_chunks(tensor):
                     output.write(data)
                     progress(len(data))
             output.flush()
@@ -79,22 +80,32 @@ def write_export(
         _write(folder / name, content)
 
 
+def file_layout(plan: ExportPlan, file: WeightFile) -> tuple[bytes, list[PlannedTensor]]:
+    """The header of the export's file in place of the base's `file`, and its tensors in the order of their data."""
+    tensors = [plan.tensors[tensor.name] for tensor in file.tensors]
+    if all(tensor.dtype == tensor.base.dtype for tensor in tensors):
+        return file.header, tensors
+    # Wider values first, so that each tensor begins at a multiple of its values' size.
+    tensors.sort(key=lambda tensor: -ITEM_BYTES.get(tensor.dtype, 0))
+    return header_bytes([(t.base.name, t.dtype, t.base.shape, t.nbytes) for t in tensors], file.metadata), tensors
+
+
 def export_chunks(tensor: PlannedTensor) -> Iterator[bytes | bytearray | memoryview]:
-    """The bytes of one tensor of the export, in pieces: the source's, cast to the base's dtype where that differs."""
-    if tensor.source.dtype == tensor.base.dtype:
+    """The bytes of one tensor of the export, in pieces: the source's own, or cast or merged where that is planned."""
+    if tensor.low_rank is None and tensor.source.dtype == tensor.dtype:
         yield from raw_chunks(tensor.source)
     else:
-        yield from map(value_bytes, cast_chunks(tensor.source, tensor.base.dtype))
+        yield from map(value_bytes, final_values(tensor))
 
 
 def index_bytes(plan: ExportPlan) -> bytes:
-    """The shard index: the base's bytes, but for a total_size that the base has wrong."""
+    """The shard index: the base's bytes, but for a total_size that is another one here, or wrong in the base."""
     assert plan.base.index is not None
     index = json.loads(plan.base.index)
     metadata = index.setdefault("metadata", {})
-    if metadata.get("total_size") == plan.base.tensor_bytes:
+    if metadata.get("total_size") == plan.tensor_bytes:
         return plan.base.index
-    metadata["total_size"] = plan.base.tensor_bytes
+    metadata["total_size"] = plan.tensor_bytes
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
