@@ -8,7 +8,7 @@ end, summary.json (see `eval.records`). Run the same command again to go on wher
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -25,6 +25,7 @@ from eval.records import RunFolder, episode_key
 from eval.summary import summarize
 from shared.cli import run_main
 from shared.engines.base import Engine
+from shared.episode import EpisodeRecord
 from shared.errors import SetupError
 from shared.runner import Task, run_episodes
 from shared.sql.sandbox import Sandbox
@@ -32,11 +33,20 @@ from shared.sql.sandbox import Sandbox
 Wanted = tuple[int, int]  # place of the example in the benchmark, sample number
 
 
-def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """Run the evaluation that `config` describes and return its summary. SetupError for anything the user can mend."""
+Observer = Callable[[int, EpisodeRecord], None]  # sample number, and the episode with its tokens
+
+
+def evaluate(
+    config: EvalConfig, prepared: Prepared | None = None, observe: Observer = lambda sample, episode: None
+) -> dict[str, Any]:
+    """Run the evaluation that `config` describes and return its summary. SetupError for anything the user can mend.
+
+    `prepared` takes the place of the engine that `config` names. `observe` sees each episode before it is judged, so
+    that what it keeps of one is there when the episode's record is.
+    """
     questions = load_benchmark(config)
     benchmark, examples = questions.benchmark, questions.examples
-    prepared = prepare_engine(config)
+    prepared = prepared or prepare_engine(config)
     identity = run_identity(config, benchmark, examples, prepared)
     folder = RunFolder(config.folder(), identity)
     lines = folder.done()
@@ -66,7 +76,9 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
             )
             if engine is not None:
                 with progress.stage(f"{benchmark}, {config.mode}", len(everything), lines) as stage:
-                    for record, timing in _episodes(config, questions, waiting, engine, prepared, sandbox, judge):
+                    for record, timing in _episodes(
+                        config, questions, waiting, engine, prepared, sandbox, judge, observe
+                    ):
                         folder.append(record, timing)
                         lines.append(record)
                         stage.advance(record)
@@ -92,6 +104,7 @@ def _episodes(
     prepared: Prepared,
     sandbox: Sandbox,
     judge: Judge,
+    observe: Observer,
 ) -> Iterator[Line]:
     """Run the episodes and judge each in a thread, so that the engine never waits for a scored query."""
     examples = questions.examples
@@ -112,6 +125,7 @@ def _episodes(
         try:
             for index, episode in episodes:
                 task, sample = tasks[index], wanted[index][1]
+                observe(sample, episode)
                 pool.submit(judge.line, task.example, sample, episode).add_done_callback(judged.put)
                 pending += 1
                 while not judged.empty():

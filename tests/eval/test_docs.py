@@ -23,7 +23,9 @@ def test_everything_that_a_reader_may_meet_is_explained() -> None:
 
 def test_options_named_exist() -> None:
     root = Path(__file__).resolve().parents[2]
-    sources = "".join((root / "eval" / name).read_text() for name in ("config.py", "compare.py", "check_cases.py"))
+    sources = "".join(
+        (root / "eval" / name).read_text() for name in ("config.py", "compare.py", "check_cases.py", "parity.py")
+    )
     named = {option for word in WORDS for option in re.findall(r"--[a-z][a-z-]+", word)}
     assert len(named) > 12
     assert {option for option in named if f'"{option}"' not in sources} == set()
