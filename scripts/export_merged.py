@@ -19,7 +19,7 @@ import hashlib
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 # Run as a file, Python puts this folder on the path, not the project's.
@@ -38,6 +38,7 @@ from train.export.one_file import one_file
 from train.export.plan import ExportPlan, check_output_folder, make_plan
 from train.export.record import CardRecord, card_record
 from train.export.sources import checkpoint_folder, model_folder
+from train.export.thinking import thinking, thinking_note
 from train.export.verify import TensorRow, Verdict, provenance, verify_export
 from train.export.write import beside, write_export, write_json
 
@@ -53,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_output_folder(args.out, base, checkpoint)
     aux_files = plan_aux_files(base, checkpoint) | {AGENT: agent_program()}
     console.print(f"checking every tensor of {checkpoint} against {base}", soft_wrap=True)
+    note = thinking_note(thinking(base))
     plan = make_plan(base, checkpoint, args.dtype_from)
+    plan = replace(plan, warnings=(*plan.warnings, *([note] if note else [])))
     record = card_record(args.out.resolve().name, base, checkpoint, lambda line: console.print(f"note: {line}"))
 
     try:
@@ -95,7 +98,12 @@ def _export(
         if verdict.problems:
             raise VerificationError(verdict.problems)
         files = {name: hashlib.sha256(content).hexdigest() for name, content in aux_files.items()}
-        others = {"files": files, "rewritable": [CARD], "card": record.model_dump(mode="json")}
+        others = {
+            "files": files,
+            "rewritable": [CARD],
+            "thinking": thinking(folder),
+            "card": record.model_dump(mode="json"),
+        }
         written = report(plan, verdict.rows, verified=verify) | others
         write_json(folder / REPORT, written)
         write_atomic(folder / CARD, render_card(record, written, folder))

@@ -60,7 +60,7 @@ def write_aux_files(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": 4, "do_sample": true, "top_k": 20}')
     for name in ("tokenizer_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
         (folder / name).write_text(f'{{"_": "{name}"}}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}<think>\n")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}<think>\n")
     (folder / "README.md").write_text("the base's own card")
 
 

@@ -246,3 +246,35 @@ def test_a_trained_tensor_in_another_dtype_than_planned_is_noticed(
     monkeypatch.setattr(export_merged, "write_export", write_as_the_base)
     assert export(base, checkpoint, tmp_path / "out", "--dtype-from", "checkpoint") == 1
     assert "is BF16[16, 8], not F32[16, 8]" in capsys.readouterr().err
+
+
+BY_DEFAULT = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+WHEN_ASKED = BY_DEFAULT + "{% if enable_thinking is not defined or not enable_thinking %}\n</think>\n\n{% endif %}"
+NEVER = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "found", "said"),
+    [
+        (BY_DEFAULT, {"asked": True, "by_default": True}, None),
+        (WHEN_ASKED, {"asked": True, "by_default": False}, "thinking is off unless a request asks for it"),
+        (NEVER, {"asked": False, "by_default": False}, "never opens a <think> block"),
+    ],
+)
+def test_the_report_says_whether_the_template_thinks(
+    base: Path, checkpoint: Path, tmp_path: Path, template: str, found: dict[str, bool], said: str | None
+) -> None:
+    (base / "chat_template.jinja").write_text(template)
+    export(base, checkpoint, tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "export_report.json").read_text())
+    assert report["thinking"] == found
+    notes = [line for line in report["warnings"] if "think" in line]
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]
+
+
+def test_a_template_that_fails_is_refused(base: Path, checkpoint: Path, tmp_path: Path) -> None:
+    (base / "chat_template.jinja").write_text("{{ raise_exception('no system prompts') }}")
+    with pytest.raises(SetupError, match=r"fails on a system prompt and a question \(no system prompts\)"):
+        export(base, checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,26 +109,33 @@ _BLOCK = 0.02 * torch.randn(CHUNK, generator=torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True)
-class Exported:
-    """How an export by the command ended: its report, its time and the most memory that it held."""
+class Measured:
+    """How a script ended: what it wrote as JSON, its time and the most memory that it held."""
 
-    report: dict[str, object]
+    report: dict[str, Any]
     seconds: float
     peak_bytes: int
 
 
-def export_by_command(base: Path, checkpoint: Path, out: Path) -> Exported:
-    command = [sys.executable, str(ROOT / "scripts" / "export_merged.py"), "--verify"]
-    command += ["--base", str(base), "--checkpoint", str(checkpoint), "--out", str(out)]
+def measured(script: str, arguments: list[str], json_file: Path, code: int = 0) -> Measured:
+    """Run one of the scripts, which must end with `code`; says on the terminal what it cost."""
     started = time.monotonic()
-    with open(out.with_suffix(".log"), "w+b") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    with open(json_file.parent.with_suffix(".log"), "w+b") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts" / script), *arguments], stdout=log, stderr=subprocess.STDOUT
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         log.seek(0)
-        assert process.returncode == 0, log.read().decode()
-    report = json.loads((out / "export_report.json").read_text())
-    return Exported(report, time.monotonic() - started, usage.ru_maxrss * 1024)
+        assert process.returncode == code, log.read().decode()
+    seconds, peak = time.monotonic() - started, usage.ru_maxrss * 1024
+    print(f"{script}: {seconds:.0f} s, peak memory {peak / GIB:.2f} GiB")
+    return Measured(json.loads(json_file.read_text()), seconds, peak)
+
+
+def export_by_command(base: Path, checkpoint: Path, out: Path) -> Measured:
+    arguments = ["--verify", "--base", str(base), "--checkpoint", str(checkpoint), "--out", str(out)]
+    return measured("export_merged.py", arguments, out / "export_report.json")
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +171,9 @@ def test_a_trained_checkpoint_of_the_real_size_is_exported_within_little_memory(
     report = done.report
 
     assert (report["tensors"], report["parameters"], report["verified"], report["changed"]) == (*ALL, True, 320)
-    counted = {key: (group["tensors"], group["parameters"]) for key, group in report["origins"].items()}  # type: ignore[attr-defined]
+    counted = {key: (group["tensors"], group["parameters"]) for key, group in report["origins"].items()}
     assert counted == {"trained": TRAINED, "base vision": VISION_COUNT, "base MTP": MTP_COUNT}
-    assert report["origins"]["trained"]["dtypes"] == {"BF16": 284, "F32": 36}  # type: ignore[index]
+    assert report["origins"]["trained"]["dtypes"] == {"BF16": 284, "F32": 36}
     written, original = read_weights(out), read_weights(base)
     assert written.tensors.keys() == original.tensors.keys()
     assert json.loads((out / INDEX).read_bytes())["metadata"]["total_size"] == written.tensor_bytes
@@ -177,7 +185,16 @@ def test_a_trained_checkpoint_of_the_real_size_is_exported_within_little_memory(
             assert torch.equal(ours, theirs.to(ours.dtype)), name
     largest = max(tensor.nbytes for tensor in read_weights(checkpoint).tensors.values())
     assert done.peak_bytes < largest + 2 * GIB
-    print(f"export: {done.seconds:.0f} s, peak memory {done.peak_bytes / GIB:.2f} GiB")
+
+    compared = measured(
+        "compare_checkpoints.py",
+        [str(checkpoint), str(out), "--json", str(out / "compared.json")],
+        out / "compared.json",
+        code=1,
+    )
+    assert compared.peak_bytes < largest + 2 * GIB
+    status = compared.report["all"]["status"]
+    assert (status["equal"], status["rounded"], status["only in B"]) == (36, 284, 312)
     shutil.rmtree(checkpoint)
     shutil.rmtree(out)
 
@@ -201,6 +218,26 @@ def test_no_training_gives_the_bases_weight_files_bit_for_bit(base: Path) -> Non
     assert len(files) == SHARDS + 1
     same, different, unreadable = filecmp.cmpfiles(base, out, files, shallow=False)
     assert (sorted(same), different, unreadable) == (sorted(files), [], [])
-    print(f"zero-step export: {done.seconds:.0f} s, peak memory {done.peak_bytes / GIB:.2f} GiB")
     shutil.rmtree(checkpoint)
+    shutil.rmtree(out)
+
+
+def test_an_adapter_over_every_matrix_is_merged_within_little_memory(base: Path) -> None:
+    adapter, out, rank = base.parent / "adapter", base.parent / "merged", 16
+    adapter.mkdir()
+    matrices = [spec for spec in base_specs() if FULL in spec[0] and len(spec[2]) == 2 and "embed" not in spec[0]]
+    assert len(matrices) == 18 * 8 + 6 * 7
+    halves: list[Spec] = []
+    for name, _, (rows, columns) in matrices:
+        live = "base_model.model." + name.replace(FULL, "model.").removesuffix(".weight")
+        halves += [(f"{live}.lora_A.weight", "F32", (rank, columns)), (f"{live}.lora_B.weight", "F32", (rows, rank))]
+    write_file(adapter / "adapter_model.safetensors", halves, pseudo_random)
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    done = export_by_command(base, adapter, out)
+    assert (done.report["tensors"], done.report["verified"], done.report["changed"]) == (632, True, len(matrices))
+    assert done.report["origins"]["base language"]["tensors"] == 320 - len(matrices)
+    largest = max(tensor.nbytes for tensor in read_weights(base).tensors.values())
+    assert done.peak_bytes < largest + 2 * GIB
+    shutil.rmtree(adapter)
     shutil.rmtree(out)
