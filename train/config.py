@@ -23,11 +23,23 @@ MixFactor = Annotated[float, Field(ge=0, le=1e6)]
 SMALLEST_FACTOR = 1e-6
 
 
+class LoraConfig(StrictModel):
+    """Adapters of rank `rank`, scaled by alpha / rank, beside the linear layers named in `targets`; see train/lora.py.
+
+    targets: last parts of layer names, such as [q_proj, v_proj], or "all-linear" for all inside the decoder.
+    """
+
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
+
+
 class ModelConfig(StrictModel):
     """The start: weights to train from, which are also the frozen KL reference.
 
     path: a model folder or a hub id. dtype: of the master weights that the optimizer updates; a learning rate of
-    1e-5 is lost in bfloat16's rounding, so float32 is the default and the forward pass is autocast instead.
+    1e-5 is lost in bfloat16's rounding, so float32 is the default and the forward pass is autocast instead. With
+    bfloat16, what the folder stores in float32 stays so. lora: train adapters (float32) and leave the start as it is.
     """
 
     path: str
@@ -36,6 +48,7 @@ class ModelConfig(StrictModel):
     autocast: Literal["none", "bfloat16"] = "none"
     gradient_checkpointing: bool = False
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    lora: LoraConfig | None = None
 
 
 # What the audit of golds (python -m eval.audit) can say of one; docs/evaluation.md explains each.
@@ -358,6 +371,10 @@ class TrainConfig(StrictModel):
             raise ValueError("parallel: fsdp spreads the reference over the ranks already; set loss.kl.offload: false")
         if self.parallel == "fsdp" and self.optimizer.name == "muon":
             raise ValueError("optimizer.name: muon needs whole matrices; with parallel: fsdp use adamw")
+        if self.model.lora is not None and self.loss.kl.offload:
+            raise ValueError("model.lora has no second model for a reference; set loss.kl.offload: false")
+        if self.parallel == "fsdp" and self.model.lora is not None:
+            raise ValueError("model.lora trains so little that there is nothing to spread; use parallel: ddp")
         if self.parallel == "fsdp" and self.optimizer.name == "adamw8bit":
             raise ValueError("optimizer.name: adamw8bit keeps its moments whole; with parallel: fsdp use adamw")
         return self

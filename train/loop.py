@@ -141,7 +141,7 @@ def _run(
         return 0
     policy = load_policy(config.model, str(resumed.folder) if resumed else None)
     reference = None
-    if config.loss.kl.mode != "off":
+    if config.loss.kl.mode != "off" and config.model.lora is None:
         reference = load_model(config.model) if resumed else copy.deepcopy(policy.model)
     trainer = Trainer(config, policy.model, reference, accelerator)
     if resumed:

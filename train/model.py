@@ -18,6 +18,7 @@ from shared.chat import TokenizerCodec
 from shared.engines.tokenizer import first_line, load_tokenizer
 from shared.errors import SetupError
 from train.config import ModelConfig
+from train.lora import ADAPTER, add_adapters, load_adapter
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -96,9 +97,21 @@ def load_model(config: ModelConfig, path: str | None = None) -> PreTrainedModel:
 
 
 def load_policy(config: ModelConfig, path: str | None = None) -> Policy:
-    """Model, tokenizer and codec of the config's start, or of `path` (a checkpoint of ours)."""
+    """Model, tokenizer and codec of the config's start, or of `path` (a checkpoint of ours).
+
+    With adapters the model is always the start, with fresh ones or those of the checkpoint. SetupError when the
+    checkpoint was trained the other way.
+    """
     tokenizer, codec = load_codec(path or config.path, config.revision if path is None else None)
-    return Policy(load_model(config, path), tokenizer, codec)
+    if config.lora is None:
+        if path is not None and (Path(path) / ADAPTER).is_dir():
+            raise SetupError(f"{path} was trained with model.lora; restore it, or use another output")
+        return Policy(load_model(config, path), tokenizer, codec)
+    model = load_model(config)
+    add_adapters(model, config.lora)
+    if path is not None:
+        load_adapter(model, Path(path) / ADAPTER)
+    return Policy(model, tokenizer, codec)
 
 
 def save_policy(policy: Policy, folder: Path, weights: dict[str, Tensor] | None = None) -> None:

@@ -40,12 +40,15 @@ def check_output(output: Path) -> None:
 
 def train(config: TrainConfig) -> int:
     """Run (or continue) training; returns the exit code. All that can be refused is refused before a model loads."""
-    from train.model import load_codec
+    from train.lora import check_targets
+    from train.model import load_codec, model_folder
     from train.optim import check_optimizer
 
     check_output(config.output)
     check_optimizer(config.optimizer)
     load_codec(config.model.path, config.model.revision)
+    if config.model.lora is not None:
+        check_targets(model_folder(config.model.path, config.model.revision), config.model.lora)
     from accelerate import PartialState
 
     from train.validation import load_held_out

@@ -11,6 +11,7 @@ from shared.errors import SetupError
 from train.checkpoint import STATE, apply_retention, write_checkpoint
 from train.config import TrainConfig
 from train.live import live_tensors
+from train.lora import ADAPTER, adapted_layers, save_adapter
 from train.model import Policy, save_policy
 from train.selection import best_line
 from train.sharding import is_sharded, sharded_state, whole_state
@@ -62,7 +63,7 @@ def restore(trainer: Trainer, resumed: Resumed) -> None:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a checkpoint takes from the ranks: `weights` by name (None: the model's own are whole), optimizer states."""
+    """What a checkpoint takes from the ranks: weights by name (None: the model's own as they are), optimizer states."""
 
     weights: dict[str, torch.Tensor] | None
     optimizers: dict[str, Any]
@@ -71,7 +72,7 @@ class Gathered:
 def gather_run(trainer: Trainer, keep: bool) -> Gathered:
     """The trainer's tensors, whole. All ranks call it; the one that writes the checkpoint has `keep` true."""
     weights: dict[str, torch.Tensor] | None = None
-    if is_sharded(trainer.model):
+    if is_sharded(trainer.model) or adapted_layers(trainer.model):
         weights = {}
         for name, live in live_tensors(trainer.model).items():
             value = live.value()
@@ -88,6 +89,8 @@ def save_run(
 
     def write(folder: Path) -> None:
         save_policy(policy, folder, gathered.weights)
+        if config.model.lora is not None:
+            save_adapter(policy.model, config.model.lora, config.model.path, folder / ADAPTER)
         state = {
             "step": step,
             "seed": config.seed,

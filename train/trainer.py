@@ -20,6 +20,7 @@ from train.batch import MicroBatch, TrainRow, collate, plan_micro_batches
 from train.config import TrainConfig
 from train.live import whole
 from train.logprobs import LogprobModel
+from train.lora import without_adapters
 from train.loss import KlSettings, LossOutput, LossSettings, grpo_loss, next_kl_coefficient
 from train.optim import build_optimizers, lr_scale
 from train.sharding import is_sharded, shard
@@ -57,23 +58,39 @@ class StepSums:
         self.log_ratios += other.log_ratios
 
 
+class AdaptersOff:
+    """The frozen start inside a model with adapters: `LogprobModel` without them."""
+
+    def __init__(self, policy: LogprobModel) -> None:
+        self._policy = policy
+
+    def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """As `LogprobModel.forward`. Not through DDP: nothing here has a gradient."""
+        with without_adapters(self._policy.model):
+            values: Tensor = self._policy(ids, mask)
+        return values
+
+
 class Trainer:
     """The policy, its optimizer and the frozen reference. `model` stays usable for sampling between steps."""
 
     def __init__(
         self, config: TrainConfig, model: nn.Module, reference: nn.Module | None, accelerator: Accelerator
     ) -> None:
-        """`reference` is the frozen start; None is right only with loss.kl.mode off."""
-        if (reference is None) != (config.loss.kl.mode == "off"):
-            raise ValueError("a reference model is needed exactly when loss.kl.mode is not off")
+        """`reference` is the frozen start; None is right only with loss.kl.mode off, or with adapters on `model`."""
+        with_kl, adapted = config.loss.kl.mode != "off", config.model.lora is not None
+        if (reference is not None) != (with_kl and not adapted):
+            raise ValueError("a reference model is needed with loss.kl.mode on, and not with model.lora")
         self.config = config
         self.accelerator = accelerator
         self.device = accelerator.device
         self.model = model
         self.plain = LogprobModel(self.model, config.loss.logprob_chunk)
-        self.reference: LogprobModel | None = None
+        self.reference: LogprobModel | AdaptersOff | None = None
         if reference is not None:
             self.reference = LogprobModel(reference.eval().requires_grad_(False), config.loss.logprob_chunk)
+        elif with_kl:
+            self.reference = AdaptersOff(self.plain)
         self._place()
         self.optimizers = build_optimizers(self.model, config.optimizer)
         self.loss_settings = LossSettings(
@@ -81,20 +98,20 @@ class Trainer:
         )
         kl = config.loss.kl
         self.kl_settings = KlSettings(kl.mode, kl.target, kl.coefficient, kl.gain, kl.smallest, kl.largest)
-        self.kl_coefficient = kl.coefficient if reference is not None else 0.0
+        self.kl_coefficient = kl.coefficient if with_kl else 0.0
         self.weights = fingerprint(self.model)
 
     def _place(self) -> None:
         """Put policy and reference where the run's layout over ranks and devices wants them."""
         if self.config.parallel == "fsdp":
             for part in (self.plain, self.reference):
-                if part is not None:
+                if isinstance(part, LogprobModel):
                     shard(part, part.model.get_decoder(), self.accelerator)  # type: ignore[operator]
             self.policy: nn.Module = self.plain
             return
         self.model.to(self.device)
         self.policy = self.accelerator.prepare_model(self.plain)
-        if self.reference is not None:
+        if isinstance(self.reference, LogprobModel):
             self.reference.to("cpu" if self.config.loss.kl.offload else self.device)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -188,7 +205,7 @@ class Trainer:
     def _offloaded_reference(self, micro_batches: Sequence[MicroBatch | None]) -> list[Tensor | None]:
         """The reference's log-probs of every micro-batch; it is on the device only while this runs."""
         values: list[Tensor | None] = [None] * len(micro_batches)
-        if self.reference is None:
+        if not isinstance(self.reference, LogprobModel):
             return values
         self.reference.to(self.device)
         for index, batch in enumerate(micro_batches):
@@ -221,7 +238,7 @@ class Trainer:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         mask = torch.ones_like(ids, dtype=torch.bool)
         with self.autocast():
-            if self.reference is not None and is_sharded(self.reference):
+            if isinstance(self.reference, LogprobModel) and is_sharded(self.reference):
                 with torch.no_grad():
                     self.reference(ids, mask)  # the other ranks gather it now
             logprobs = self.policy(ids, mask)
