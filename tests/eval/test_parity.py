@@ -1,6 +1,7 @@
 """An exported folder against its checkpoint: an exact one passes, and what is wrong with another is named."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,25 @@ def test_another_template_is_refused(pair: tuple[Path, Path], data: Path, tmp_pa
     path.write_text(path.read_text().replace("<|im_start|>system", "<|im_start|>developer"))
     with pytest.raises(SetupError, match="different chat templates"):
         parity.main(arguments(*pair, data, tmp_path / "out", "--base", str(other)))
+
+
+@pytest.mark.parametrize("code", [0, 2, 130])
+def test_a_side_in_its_own_process_says_itself_what_was_wrong(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(parity.subprocess, "run", run)
+    assert parity._in_a_process(["--out", "x"], "again") == code
+    assert commands[0][1:] == ["-m", "eval.parity", "--out", "x", "--side", "again"]
+
+
+def test_a_side_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -9))
+    with pytest.raises(SetupError, match=r"side export ended with exit code -9: .* run the same command to go on"):
+        parity._in_a_process([], "export")
 
 
 def test_a_head_counts_where_it_is_not_the_embedding(tmp_path: Path) -> None:
