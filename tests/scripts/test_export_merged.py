@@ -1,7 +1,6 @@
 """What export_merged writes: every tensor from where it should come, the other files as they are, all or nothing."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -128,38 +127,6 @@ def test_a_wrong_total_size_of_the_base_is_put_right(base: Path, checkpoint: Pat
     export(base, checkpoint, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in base_tensors().values())
-
-
-def test_a_written_export_that_is_wrong_is_removed(
-    base: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def write_and_flip(plan: object, aux: object, folder: Path, progress: object) -> None:
-        genuine(plan, aux, folder, progress)
-        with open(folder / "model.safetensors", "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            last = file.read(1)
-            file.seek(-1, os.SEEK_END)
-            file.write(bytes([last[0] ^ 1]))
-        (folder / "chat_template.jinja").unlink()
-
-    genuine = export_merged.write_export
-    monkeypatch.setattr(export_merged, "write_export", write_and_flip)
-    assert export(base, checkpoint, tmp_path / "out") == 1
-    error = capsys.readouterr().err
-    assert "does not hold the bytes of its source" in error
-    assert "chat_template.jinja is missing" in error
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / ".out.partial").exists()
-
-
-def test_what_an_interrupted_export_left_is_replaced(base: Path, checkpoint: Path, tmp_path: Path) -> None:
-    partial = tmp_path / ".out.partial"
-    partial.mkdir()
-    (partial / "model.safetensors").write_bytes(b"half")
-    (partial / "stray.bin").write_bytes(b"old")
-    assert export(base, checkpoint, tmp_path / "out") == 0
-    assert not partial.exists()
-    assert not (tmp_path / "out" / "stray.bin").exists()
 
 
 def test_a_run_folder_means_its_newest_complete_checkpoint(base: Path, tmp_path: Path) -> None:
