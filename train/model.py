@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shared.chat import TokenizerCodec
+from shared.engines.hf_load import load_causal_lm
 from shared.engines.tokenizer import first_line, load_tokenizer
 from shared.errors import SetupError
 from train.config import ModelConfig
+from train.export.weights import read_header, value_chunks
 from train.lora import ADAPTER, add_adapters, load_adapter
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -74,26 +76,30 @@ def load_codec(path: str, revision: str | None = None) -> tuple[Any, TokenizerCo
 def load_model(config: ModelConfig, path: str | None = None) -> PreTrainedModel:
     """The causal language model of `path` (default: the config's start), on the CPU, in evaluation mode.
 
-    SetupError when it cannot be loaded, or when the folder lacks some of its weights: transformers would fill
-    those with random numbers.
+    SetupError when it cannot be loaded, or when the folder lacks some of its weights.
     """
     folder = model_folder(config.path, config.revision) if path is None else model_folder(path)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attention,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise SetupError(f"model.path: {folder} cannot be loaded: {first_line(error)}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise SetupError(f"model.path: {folder} lacks {len(missing)} weights of its model, {missing[0]} for one")
+        model = load_causal_lm(folder, dtype=config.dtype, attn_implementation=config.attention)
+    except SetupError as error:
+        raise SetupError(f"model.path: {error}") from error
+    if config.dtype != "float32":
+        _keep_float32(model, folder)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return model
+
+
+def _keep_float32(model: PreTrainedModel, folder: Path) -> None:
+    """Undo transformers' cast of what a folder stores in float32 beside narrower tensors: Qwen3.5's A_log and norms."""
+    own = dict(model.named_parameters())
+    stored = [tensor for file in sorted(folder.glob("*.safetensors")) for tensor in read_header(file).tensors]
+    if all(tensor.dtype == "F32" for tensor in stored):
+        return
+    for tensor in stored:
+        parameter = own.get(tensor.name.replace("model.language_model.", "model."))
+        if parameter is not None and tensor.dtype == "F32":
+            parameter.data = torch.cat(list(value_chunks(tensor))).reshape(tensor.shape)
 
 
 def load_policy(config: ModelConfig, path: str | None = None) -> Policy:

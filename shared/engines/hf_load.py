@@ -1,10 +1,10 @@
 """Load a model folder into the transformers engine. Local files only: nothing here reaches for the network."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.engines.hf import HFEngine
 from shared.engines.tokenizer import first_line
@@ -21,20 +21,33 @@ def load_engine(folder: Path, *, weights: str, dtype: Dtype = "auto", device: st
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_causal_lm(folder, dtype=dtype)
+    try:
+        return HFEngine(model.to(device), weights=lambda: weights)
+    except (ValueError, RuntimeError) as error:
+        raise SetupError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
+
+
+def load_causal_lm(folder: Path, *, dtype: Dtype, **settings: Any) -> PreTrainedModel:
+    """The causal language model of `folder`, on the CPU, in evaluation mode; `settings` go to transformers.
+
+    SetupError when it cannot be loaded, or when the folder lacks some of its weights: transformers would fill
+    those with random numbers.
+    """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             local_files_only=True,
             output_loading_info=True,
+            **settings,
         )
-        if missing := sorted(info["missing_keys"]):
-            raise SetupError(
-                f"{folder} lacks {len(missing)} weights of its model, {missing[0]} for one: copy all shards"
-            )
-        return HFEngine(model.to(device).eval(), weights=lambda: weights)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise SetupError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise SetupError(f"{folder} lacks {len(missing)} weights of its model, {missing[0]} for one: copy all shards")
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
 def library_versions() -> dict[str, str]:

@@ -169,6 +169,17 @@ def test_a_signal_to_one_of_two_ranks_takes_both_out(tmp_path: Path, model_folde
 
 
 @pytest.mark.slow
+def test_two_ranks_train_adapters_as_one_does(tmp_path: Path, model_folder: Path, spawn: Spawn) -> None:
+    for folder, ranks in ((tmp_path / "1", 1), (tmp_path / "2", 2)):
+        process = spawn(folder, model_folder, "model.lora={rank: 4, alpha: 8}", ranks=ranks)
+        _, stderr = process.communicate(timeout=300)
+        assert process.returncode == 0, stderr
+    ours, theirs = (_weights(tmp_path / part / "run" / "checkpoint-step-5") for part in ("2", "1"))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.slow
 def test_sharding_goes_with_checkpointing_and_autocast(tmp_path: Path, model_folder: Path, spawn: Spawn) -> None:
     more = ("steps=2", "model.gradient_checkpointing=true", "model.autocast=bfloat16")
     for folder, parallel, ranks in ((tmp_path / "1", "ddp", 1), (tmp_path / "2", "fsdp", 2)):
