@@ -104,6 +104,7 @@ def test_the_merge_is_pefts_bit_for_bit(
     assert report["origins"]["trained"]["tensors"] == len(changed) == 6
     assert report["origins"]["base language"]["changed"] == 0
     assert any("merged in float32" in line for line in report["warnings"])
+    assert "The base's other language-model tensors" in (tmp_path / "out" / "README.md").read_text()
 
 
 # ---- by hand

@@ -1,9 +1,10 @@
 """Which tensor has which dtype where: in the base, in training, in the checkpoint and in the export.
 
 Published Qwen3.5 weights are bfloat16 but for a float32 A_log and linear_attn.norm.weight in each gated-delta layer.
-Training holds all of the model in `model.dtype`, float32 unless a config says otherwise: those are the master weights
-that the optimizer updates, its moments have their dtype, and a checkpoint holds them as they are. The export rounds
-once, to the base's dtype of each tensor, so what the base has in float32 keeps every bit of the training.
+The master weights that the optimizer updates are float32 unless a config says `model.dtype: bfloat16`, and even then
+what the base has in float32 stays in it. The optimizer's moments have their weights' dtype, and a checkpoint holds the
+weights as they are. The export rounds once, to the base's dtype of each tensor, so what the base has in float32 keeps
+every bit of the training.
 """
 
 import json
@@ -143,3 +144,19 @@ def test_master_weights_in_bfloat16_leave_in_float32_what_the_base_has_in_it(bas
     out = export(base, checkpoint, tmp_path / "out")
     assert dtypes(out) == dtypes(base)
     assert not any("narrower" in line for line in json.loads((out / "export_report.json").read_text())["warnings"])
+
+
+def test_a_runs_merged_checkpoint_and_its_adapter_give_the_same_export(base: Path, tmp_path: Path) -> None:
+    config = settings(tmp_path, base, "model.lora.rank=3", "model.lora.alpha=5")
+    policy, trainer = start(config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    trainer.weights = fingerprint(policy.model)
+    checkpoint = save(config, policy, trainer, 1)
+    merged, adapter = export(base, checkpoint, tmp_path / "a"), export(base, checkpoint / "adapter", tmp_path / "b")
+    assert (merged / "model.safetensors").read_bytes() == (adapter / "model.safetensors").read_bytes()
+    reports = [json.loads((out / "export_report.json").read_text()) for out in (merged, adapter)]
+    assert reports[0]["changed"] == reports[1]["changed"] == reports[1]["origins"]["trained"]["tensors"] == 3 * 8 + 7
