@@ -5,6 +5,7 @@ run's numbers, so a shipped config shows what a run adds to or changes in the re
 """
 
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -366,17 +367,16 @@ class TrainConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _sharding_fits(self) -> Self:
-        if self.parallel == "fsdp" and self.loss.kl.offload:
-            raise ValueError("parallel: fsdp spreads the reference over the ranks already; set loss.kl.offload: false")
-        if self.parallel == "fsdp" and self.optimizer.name == "muon":
-            raise ValueError("optimizer.name: muon needs whole matrices; with parallel: fsdp use adamw")
-        if self.model.lora is not None and self.loss.kl.offload:
-            raise ValueError("model.lora has no second model for a reference; set loss.kl.offload: false")
-        if self.parallel == "fsdp" and self.model.lora is not None:
-            raise ValueError("model.lora trains so little that there is nothing to spread; use parallel: ddp")
-        if self.parallel == "fsdp" and self.optimizer.name == "adamw8bit":
-            raise ValueError("optimizer.name: adamw8bit keeps its moments whole; with parallel: fsdp use adamw")
+    def _parts_fit(self) -> Self:
+        fsdp, lora, offload = self.parallel == "fsdp", bool(self.model.lora), self.loss.kl.offload
+        for unfit, why in (
+            (fsdp and offload, "parallel: fsdp spreads the reference over the ranks; set loss.kl.offload: false"),
+            (fsdp and self.optimizer.name != "adamw", "parallel: fsdp needs optimizer.name: adamw"),
+            (fsdp and lora, "model.lora trains so little that there is nothing to spread; use parallel: ddp"),
+            (lora and offload, "model.lora has no second model for a reference; set loss.kl.offload: false"),
+        ):
+            if unfit:
+                raise ValueError(why)
         return self
 
     @property
@@ -391,13 +391,10 @@ def load_train_config(path: Path, overrides: Iterable[str] = ()) -> TrainConfig:
     Raises SetupError naming the key, or the missing local file or folder.
     """
     config = load_config(path, TrainConfig, overrides)
-    wanted = [("data.questions", config.data.questions), ("data.databases", config.data.databases)]
-    if config.validation.every:
-        wanted += [
-            ("validation.questions", config.validation.questions),
-            ("validation.databases", config.validation.databases),
-        ]
-    for key, local in wanted:
-        if local is not None and not local.exists():
-            raise SetupError(f"{key}: {local} does not exist; download the benchmark or correct the path in {path}")
+    read = {"data": config.data} | ({"validation": config.validation} if config.validation.every else {})
+    for (section, part), key in product(read.items(), ("questions", "databases")):
+        if (local := getattr(part, key)) is not None and not local.exists():
+            raise SetupError(
+                f"{section}.{key}: {local} does not exist; download the benchmark or correct the path in {path}"
+            )
     return config

@@ -4,6 +4,8 @@ Weights, gradients, optimizer and caches are exact; activations are an estimate 
 about a third. All are bytes on one rank's device.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from train.config import TrainConfig
+from train.config import LoraConfig, TrainConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 MIB = 2**20
@@ -21,13 +23,15 @@ MIB = 2**20
 class Shape:
     """A decoder's size: parameter counts, and the widths (values a token) that caches and activations follow from.
 
-    `matrices` counts the two-dimensional weights inside the layers (what Muon takes). `layer_widths` has for each
-    layer the values that its forward pass keeps a token; `cache_width` the keys and values of all attention layers;
-    `state_values` the recurrent and convolution states of all linear layers, an episode.
+    `matrices` counts the two-dimensional weights inside the layers (what Muon takes). `linears` has, by the last part
+    of the name, inputs plus outputs of all linear layers of that name (what a LoRA of rank 1 has). `layer_widths` has
+    for each layer the values that its forward pass keeps a token; `cache_width` the keys and values of all attention
+    layers; `state_values` the recurrent and convolution states of all linear layers, an episode.
     """
 
     parameters: int
     matrices: int
+    linears: Mapping[str, int]
     hidden: int
     vocabulary: int
     layer_widths: tuple[int, ...]
@@ -43,6 +47,10 @@ def model_shape(config: Any) -> Shape:
     embedding = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     embedding.add(id(model.get_output_embeddings().weight))
     parameters = list(model.parameters())
+    linears: Counter[str] = Counter()
+    for name, module in model.get_decoder().named_modules():
+        if isinstance(module, nn.Linear):
+            linears[name.rpartition(".")[2]] += module.in_features + module.out_features
     hidden, intermediate = int(text.hidden_size), int(text.intermediate_size)
     heads, kv_heads = int(text.num_attention_heads), int(text.num_key_value_heads)
     head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
@@ -63,6 +71,7 @@ def model_shape(config: Any) -> Shape:
     return Shape(
         parameters=sum(p.numel() for p in parameters),
         matrices=sum(p.numel() for p in parameters if p.ndim == 2 and id(p) not in embedding),
+        linears=dict(linears),
         hidden=hidden,
         vocabulary=int(text.vocab_size),
         layer_widths=tuple(common + (linear if kind == "linear_attention" else attention) for kind in layers),
@@ -86,18 +95,28 @@ def memory_plan(config: TrainConfig, shape: Shape, ranks: int) -> list[Item]:
     """What each rank holds with this config; `update` and `rollout` say in which phases."""
     master = _BYTES[config.model.dtype]
     compute = 2 if config.model.autocast == "bfloat16" else master
-    n = shape.parameters
-    items = [
-        Item("weights", n * master, f"{n:,} parameters in {config.model.dtype}"),
-        Item("gradients", n * master, "one a parameter", rollout=False),
-        _optimizer(config, shape, master),
-    ]
-    if config.loss.kl.mode != "off":
+    parts = ranks if config.parallel == "fsdp" else 1
+    spread = f", a {parts}th of it on each rank" if parts > 1 else ""
+    n, lora = shape.parameters, config.model.lora
+    items = [Item("weights", n * master // parts, f"{n:,} parameters in {config.model.dtype}{spread}")]
+    if lora is not None:
+        adapters = adapter_numbers(shape, lora)
+        items.append(Item("adapters", adapters * 4, f"{adapters:,} numbers in float32"))
+        items.append(Item("gradients", adapters * 4, "one an adapter's number", rollout=False))
+    else:
+        items.append(Item("gradients", n * master // parts, f"one a parameter{spread}", rollout=False))
+    items.append(_optimizer(config, shape, master, parts))
+    if parts > 1:
+        # The embedding belongs to the group that stays gathered between the two passes; layers come and go.
+        gathered = shape.vocabulary * shape.hidden + shape.matrices // len(shape.layer_widths)
+        note = "embedding and one layer, whole, with their gradients"
+        items.append(Item("gathered", 2 * gathered * master, note, rollout=False))
+    if config.loss.kl.mode != "off" and lora is None:
         if config.loss.kl.offload:
             # On the device it takes the place of the gradients, which are not there yet.
             items.append(Item("reference", n * master, "in the host's memory instead", update=False, rollout=False))
         else:
-            items.append(Item("reference", n * master, "the frozen start"))
+            items.append(Item("reference", n * master // parts, f"the frozen start{spread}"))
     if compute < master:
         items.append(Item("autocast copies", n * compute, "weights in bfloat16 while a forward pass runs"))
     tokens = max(config.loss.micro_batch_tokens, config.rollout.max_tokens)
@@ -130,11 +149,22 @@ def _rollout(config: TrainConfig, shape: Shape, ranks: int, compute: int) -> lis
     return [Item("vLLM's weights", shape.parameters * compute, note, update=stays), cache]
 
 
-def _optimizer(config: TrainConfig, shape: Shape, master: int) -> Item:
-    if config.optimizer.name == "muon":
+def adapter_numbers(shape: Shape, lora: LoraConfig) -> int:
+    """How many numbers the adapters have: rank x (inputs + outputs) for each adapted layer."""
+    targets = shape.linears if lora.targets == "all-linear" else lora.targets
+    return lora.rank * sum(shape.linears.get(name, 0) for name in targets)
+
+
+def _optimizer(config: TrainConfig, shape: Shape, master: int, parts: int) -> Item:
+    lora, name = config.model.lora, config.optimizer.name
+    trained, size = (shape.parameters, master) if lora is None else (adapter_numbers(shape, lora), 4)
+    if name == "muon" and lora is None:
         values = shape.matrices + 2 * (shape.parameters - shape.matrices)
         return Item("optimizer", values * master, "one moment a hidden-matrix weight, two for the rest")
-    return Item("optimizer", 2 * shape.parameters * master, "AdamW: two moments a parameter")
+    if name == "adamw8bit":
+        # A byte a moment, and a float32 scale for each block of 256.
+        return Item("optimizer", 2 * trained + 2 * trained // 64, "AdamW: two moments of 8 bits a number")
+    return Item("optimizer", 2 * trained * size // parts, "AdamW: two moments a number that is trained")
 
 
 def _activations(config: TrainConfig, shape: Shape, tokens: int, master: int, compute: int) -> Item:

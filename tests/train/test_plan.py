@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -63,6 +64,14 @@ def test_memory_of_the_curriculum_run(shape: Shape, curriculum: TrainConfig) -> 
 
 
 CHANGES = [
+    ({"parallel": "fsdp"}, "weights", 4 * 1_881_825_088 // 3),
+    ({"parallel": "fsdp"}, "optimizer", 8 * 1_881_825_088 // 3),
+    ({"parallel": "fsdp"}, "reference", 4 * 1_881_825_088 // 3),
+    ({"optimizer": {"name": "adamw8bit"}}, "optimizer", 2 * 1_881_825_088 * 65 // 64),
+    # 6 attention layers: queries with their gate, 2048 -> 2 x 8 x 256; outputs 2048 -> 2048.
+    ({"model": {"lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}}}, "adapters", 4 * 4 * 6 * (6144 + 4096)),
+    ({"model": {"lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}}}, "optimizer", 8 * 4 * 6 * (6144 + 4096)),
+    ({"model": {"lora": {}}}, "reference", None),
     ({"loss": {"kl": {"mode": "adaptive", "offload": True}}}, "reference", 0),
     ({"loss": {"kl": {"mode": "off"}}}, "reference", None),
     ({"model": {"autocast": "none"}}, "autocast copies", None),
@@ -72,13 +81,13 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "name", "size"), CHANGES, ids=[name for _, name, _ in CHANGES])
+@pytest.mark.parametrize(("change", "name", "size"), CHANGES, ids=[f"{c}-{name}" for c, name, _ in CHANGES])
 def test_the_plan_follows_the_config(
-    shape: Shape, curriculum: TrainConfig, change: dict[str, dict[str, object]], name: str, size: int | None
+    shape: Shape, curriculum: TrainConfig, change: dict[str, Any], name: str, size: int | None
 ) -> None:
     data = json.loads(curriculum.model_dump_json())
     for section, values in change.items():
-        data[section] |= values
+        data[section] = data[section] | values if isinstance(values, dict) else values
     changed = TrainConfig.model_validate_json(json.dumps(data))
     held = _sizes([item for item in memory_plan(changed, shape, ranks=3) if item.update or item.rollout])
     assert held.get(name, 0) == (size or 0)
