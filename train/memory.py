@@ -96,7 +96,7 @@ def memory_plan(config: TrainConfig, shape: Shape, ranks: int) -> list[Item]:
     master = _BYTES[config.model.dtype]
     compute = 2 if config.model.autocast == "bfloat16" else master
     parts = ranks if config.parallel == "fsdp" else 1
-    spread = f", a {parts}th of it on each rank" if parts > 1 else ""
+    spread = f", 1/{parts} of it on each rank" if parts > 1 else ""
     n, lora = shape.parameters, config.model.lora
     items = [Item("weights", n * master // parts, f"{n:,} parameters in {config.model.dtype}{spread}")]
     if lora is not None:
