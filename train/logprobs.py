@@ -3,7 +3,8 @@
 At a vocabulary of 248,320 the float32 logits of 24,576 positions are 22.7 GiB, and autograd would keep
 several copies. `selected_logprobs` walks the positions in chunks, keeps one number a position (the
 log-sum-exp) and recomputes a chunk's logits in the backward pass, where the weight's gradient is
-accumulated in place. Its peak beyond inputs and gradients is a few chunks of logits.
+accumulated in place. Its peak beyond inputs and gradients is one chunk of logits in float32, in bfloat16 two and a half
+chunks of them.
 """
 
 from collections.abc import Iterator
@@ -21,10 +22,10 @@ class _SelectedLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
         picked = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(picked)
-        for part in _slices(hidden.shape[0], chunk):
-            logits = (hidden[part] @ weight.T).float()
-            torch.logsumexp(logits, dim=-1, out=log_sums[part])
+        for part, logits in _logits(hidden, weight, chunk):
             picked[part] = logits.gather(1, targets[part, None]).squeeze(1)
+            largest = logits.amax(1, keepdim=True)
+            log_sums[part] = logits.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
         ctx.save_for_backward(hidden, weight, targets, log_sums)
         ctx.chunk = chunk
         return picked - log_sums
@@ -37,9 +38,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # Accumulated in float32: dozens of chunks added up in bfloat16 would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        for part in _slices(hidden.shape[0], ctx.chunk):
+        for part, grad_logits in _logits(hidden, weight, ctx.chunk):
             # d logp / d logits = onehot - softmax
-            grad_logits = (hidden[part] @ weight.T).float()
             grad_logits.sub_(log_sums[part, None]).exp_().mul_(-grad_output[part, None])
             grad_logits.scatter_add_(1, targets[part, None], grad_output[part, None].float())
             in_dtype = grad_logits.to(weight.dtype)
@@ -53,9 +53,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _slices(n: int, chunk: int) -> Iterator[slice]:
+def _logits(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits in float32), a chunk at a time; what is yielded is overwritten by the next, in one buffer."""
+    n = hidden.shape[0]
+    buffer = hidden.new_empty(min(chunk, n), weight.shape[0])
     for start in range(0, n, chunk):
-        yield slice(start, min(start + chunk, n))
+        part = slice(start, min(start + chunk, n))
+        yield part, torch.mm(hidden[part], weight.T, out=buffer[: part.stop - start]).float()
 
 
 def selected_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 512) -> Tensor:
@@ -65,7 +69,8 @@ def selected_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: in
         hidden: (N, H) final hidden states, any float dtype; products are taken in it, sums in float32.
         weight: (V, H) output projection, cast to hidden's dtype if it differs (autograd casts its gradient back).
         targets: (N,) int64 ids in [0, V).
-        chunk: positions at a time; the peak is about 2 x chunk x V x 4 bytes.
+        chunk: positions at a time; the peak is chunk x V x 4 bytes, in bfloat16 twice that. A small one costs time:
+            each reads the weight three times and its gradient once.
 
     Returns: (N,) float32.
     """

@@ -342,8 +342,8 @@ def main(argv: list[str] | None = None) -> int:
     projection.add_argument("--hidden", type=int, default=2048)
     projection.add_argument("--vocabulary", type=int, default=248320)
     projection.set_defaults(table=logprobs_table)
-    for command, chunk in ((step, 512), (projection, 128)):
-        command.add_argument("--chunk", type=int, default=chunk, help="positions whose logits exist at a time")
+    for command in (step, projection):
+        command.add_argument("--chunk", type=int, default=512, help="positions whose logits exist at a time")
         command.add_argument("--repeats", type=int, default=3)
         command.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
