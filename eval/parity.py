@@ -19,7 +19,7 @@ from eval.config import EvalConfig
 from eval.config import parse_arguments as parse_evaluation
 from eval.models import resolve_model
 from eval.parity_figures import judge, mode_figures, render
-from eval.parity_sides import SIDES, ParityPlan, Side, finished, prepare_side, run_side
+from eval.parity_sides import SIDES, ParityPlan, Side, different_settings, finished, prepare_side, run_side
 from eval.records import write_json
 from shared.cli import ArgumentParser, run_main
 from shared.episode import Mode
@@ -77,7 +77,8 @@ def check(plan: ParityPlan) -> dict[str, Any]:
     for side, prepared in sides.items():
         for mode in plan.modes:
             finished(plan.config(side, mode), prepared)
-    return dataclasses.asdict(compare_language_weights(plan.checkpoint, plan.export))
+    weights = dataclasses.asdict(compare_language_weights(plan.checkpoint, plan.export))
+    return weights | {"settings": different_settings(plan.checkpoint, plan.export)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """What a parity check's runs amount to: figures per mode, a rule, and a verdict that says which part of it held."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from eval.stats import ALPHA, holm
 
 NOISE_FACTOR, LOGPROB_FLOOR = 3.0, 1e-4
 RULE = (
-    "the export differs if a language tensor is not the checkpoint's after the export's dtype, if the official scores "
+    "the export differs if a language tensor is not the checkpoint's after the export's dtype, if their configurations "
+    "of the language model differ, if the official scores "
     f"of a mode differ with Holm's p < {ALPHA}, or if the log-probs of the same tokens are on average further apart "
-    f"than {NOISE_FACTOR:g} times the noise floor plus {LOGPROB_FLOOR:g}; otherwise there is no difference beyond noise"
+    f"than {NOISE_FACTOR:g} times the noise floor plus {LOGPROB_FLOOR:g}, or not there for all of them; "
+    "otherwise there is no difference beyond noise"
 )
 
 
@@ -56,12 +59,17 @@ def _same_tokens(a: Mapping[Key, Mapping[str, Any]], b: Mapping[Key, Mapping[str
 
 
 def _gap(a: Mapping[Key, Sequence[float]], b: Mapping[Key, Sequence[float]]) -> dict[str, Any]:
-    """|difference| of two scorings of the same tokens: mean and largest, over `tokens` of them."""
+    """|difference| of two scorings of the same tokens: mean and largest, over `tokens` of them.
+
+    `missing` counts tokens that only one of them has, or for which one is not a number.
+    """
     gaps = [abs(x - y) for key in a.keys() & b.keys() for x, y in zip(a[key], b[key], strict=False)]
+    known = [gap for gap in gaps if math.isfinite(gap)]
     return {
-        "tokens": len(gaps),
-        "mean": sum(gaps) / len(gaps) if gaps else None,
-        "max": max(gaps) if gaps else None,
+        "tokens": len(known),
+        "missing": max(sum(map(len, a.values())), sum(map(len, b.values()))) - len(known),
+        "mean": sum(known) / len(known) if known else None,
+        "max": max(known) if known else None,
     }
 
 
@@ -85,6 +93,8 @@ def _reasons(weights: Mapping[str, Any], modes: Sequence[Mapping[str, Any]]) -> 
     for kind, text in (("different", "are not the checkpoint's"), ("missing", "are in one of the folders only")):
         if names := weights[kind]:
             yield f"{len(names)} language tensors {text}, {names[0]} for one"
+    if keys := weights["settings"]:
+        yield f"the configurations differ in {', '.join(keys)}"
     for figures in modes:
         export, again, mode = figures["export"], figures["again"], figures["mode"]
         if export["p_holm"] < ALPHA:
@@ -93,8 +103,12 @@ def _reasons(weights: Mapping[str, Any], modes: Sequence[Mapping[str, Any]]) -> 
                 f"official in mode {mode} is {100 * export['delta']:+.1f} points from the synced weights' "
                 f"(Holm p = {p_text(export['p_holm'])}; {within} questions flip than between two runs of those weights)"
             )
-        gap, noise = export["logprobs"]["mean"], again["logprobs"]["mean"]
-        if gap is not None and noise is not None and gap > NOISE_FACTOR * noise + LOGPROB_FLOOR:
+        if missing := export["logprobs"]["missing"]:
+            yield f"{missing} log-probs in mode {mode} are missing on one side, or are no numbers"
+        gap, noise = export["logprobs"]["mean"], again["logprobs"]["mean"] or 0.0
+        if gap is None:
+            yield f"no log-probs in mode {mode} could be compared"
+        elif gap > NOISE_FACTOR * noise + LOGPROB_FLOOR:
             yield f"log-probs in mode {mode} are {gap:.2g} apart on average (noise floor {noise:.2g})"
 
 

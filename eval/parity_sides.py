@@ -61,6 +61,22 @@ class ParityPlan:
         return self.export if side == "export" or self.base is None else self.base
 
 
+# What a text model and the conditional model around it say differently, and what no layer reads.
+_OWN_SETTINGS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+
+
+def different_settings(checkpoint: Path, export: Path) -> list[str]:
+    """Settings of the language model that both configurations give, and give differently."""
+    ours, theirs = (_text_config(folder) for folder in (checkpoint, export))
+    return sorted(key for key in ours.keys() & theirs.keys() - _OWN_SETTINGS if ours[key] != theirs[key])
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    return config if not isinstance(text, dict) else {**config, **text}
+
+
 def prepare_side(plan: ParityPlan, side: Side) -> Prepared:
     """The side's engine, not loaded yet. SetupError for anything that is missing."""
     config = plan.config(side, plan.modes[0])

@@ -10,7 +10,7 @@ import pytest
 from eval import parity
 from eval.compare import compare
 from eval.pairing import load_run
-from eval.parity_figures import judge, render
+from eval.parity_figures import _gap, judge, render
 from eval.parity_sides import SIDES, read_tokens
 from eval.records import to_line
 from shared.errors import SetupError
@@ -59,6 +59,38 @@ def test_each_side_is_a_run_like_any_other(exact: Path) -> None:
                 record["total_tokens"],
                 record["sampled_tokens"],
             )
+
+
+def test_another_configuration_is_found_and_named(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    changed = perturb(pair[1], tmp_path / "changed", LAYER, lambda tensor: tensor)
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert parity.main(arguments(pair[0], changed, data, tmp_path / "out", "--mode", "full")) == 1
+    assert result_of(tmp_path / "out")["reasons"][0] == "the configurations differ in rms_norm_eps"
+
+
+def test_lost_or_impossible_logprobs_are_never_no_difference() -> None:
+    one, two = ("q", 0), ("r", 0)
+    assert _gap({one: [-1.0, -2.0], two: [-3.0]}, {one: [-1.0, -2.5], two: [-3.0]}) == {
+        "tokens": 3,
+        "missing": 0,
+        "mean": pytest.approx(0.5 / 3),
+        "max": 0.5,
+    }
+    assert _gap({one: [-1.0, -2.0], two: [-3.0]}, {one: [-1.0]})["missing"] == 2
+    assert _gap({one: [-1.0, float("nan")]}, {one: [-1.0, -2.0]}) == {
+        "tokens": 1,
+        "missing": 1,
+        "mean": 0.0,
+        "max": 0.0,
+    }
+    nothing = {"tokens": 0, "missing": 4, "mean": None, "max": None}
+    lost = figures(0.5, 0.0, 0.0)
+    lost["export"]["logprobs"] = nothing
+    assert judge(WEIGHTS, [lost])["reasons"] == [
+        "4 log-probs in mode withheld are missing on one side, or are no numbers",
+        "no log-probs in mode withheld could be compared",
+    ]
 
 
 def test_one_changed_layer_is_found_and_named(
@@ -123,13 +155,13 @@ def figures(p: float, gap: float, noise: float, flips: tuple[float, float] = (0.
             "flip_rate": flip_rate,
             "same_tokens": 0.4,
             "minimum_detectable_effect": 0.07,
-            "logprobs": {"tokens": 9, "mean": gap, "max": gap},
+            "logprobs": {"tokens": 9, "missing": 0, "mean": gap, "max": gap},
         }
 
     return {"mode": "withheld", "export": side(p, flips[0], gap), "again": side(1.0, flips[1], noise)}
 
 
-WEIGHTS = {"compared": 320, "different": [], "missing": []}
+WEIGHTS = {"compared": 320, "different": [], "missing": [], "settings": []}
 
 
 def test_the_rule() -> None:
