@@ -92,18 +92,23 @@ def test_the_logprobs_are_the_checkpoints_in_transformers(parity: Path, export: 
 
     for folder in (export.parent / "checkpoint", export):
         model = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        gaps, likeliest = [], []
+        rounded = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        gaps, own, likeliest = [], [], []
         for episode in read_tokens(parity / "export-withheld.tokens.jsonl").values():
             with torch.no_grad():
-                expected = torch.log_softmax(model(torch.tensor([episode["ids"]])).logits[0], -1)
+                ids = torch.tensor([episode["ids"]])
+                expected = torch.log_softmax(model(ids).logits[0], -1)
+                narrow = torch.log_softmax(rounded(ids).logits[0].float(), -1)
             for i, sampled in enumerate(episode["mask"]):
                 if sampled:
                     said = float(expected[i - 1, episode["ids"][i]])
                     gaps.append(abs(episode["logprobs"][i] - said))
+                    own.append(abs(float(narrow[i - 1, episode["ids"][i]]) - said))
                     likeliest.append(float(expected[i - 1].max()) - said)
         assert len(gaps) > 100
-        # 0.025 was seen: the noise that makes these weights sharp enough for greedy makes them coarse in bfloat16.
-        assert sum(gaps) / len(gaps) < 0.04
+        # These weights are sharp, so that greedy means something, and coarse in bfloat16: transformers' own gap between
+        # the two types (0.026 was seen) is the measure of vLLM's (0.025).
+        assert sum(gaps) < 1.5 * sum(own)
         # Greedy: each is the model's own first choice, or within rounding of it.
         assert sum(behind == 0 for behind in likeliest) > 0.9 * len(likeliest)
         assert max(likeliest) < 0.2

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.scripted_run import assert_same_run, metrics
+from tests.train.scripted_run import assert_same_run, finish, metrics
 from train.checkpoint import newest_complete
 from train.selection import read_validation
 from train.stopping import EXIT_REQUEUE
@@ -89,24 +89,34 @@ def test_signals_save_and_leave(tmp_path: Path, model_folder: Path, spawn: Spawn
 
 @pytest.mark.slow
 def test_kill_at_random_moments_then_resume_equals_the_uninterrupted_run(
-    tmp_path: Path, model_folder: Path, finished: Path, spawn: Spawn
+    tmp_path: Path, model_folder: Path, spawn: Spawn
 ) -> None:
+    steps = ("steps=80", "checkpoint.every=1")
+    whole = finish(tmp_path / "whole", model_folder, *steps)
     rng = random.Random(0)
-    kills = 0
-    while True:
-        process = spawn(tmp_path, model_folder, "checkpoint.every=1")
-        before = len(metrics(tmp_path)) if (tmp_path / "run" / "metrics.jsonl").exists() else 0
-        try:
-            process.communicate(timeout=5 + rng.uniform(0, 3) if kills < 20 else 120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            kills += 1
-            assert kills < 40, f"no progress: {before}"
-            continue
-        assert process.returncode == 0
-        break
-    assert_same_run(metrics(tmp_path), metrics(finished))
+    for kill in range(20):
+        process = spawn(tmp_path, model_folder, *steps)
+        if kill % 5:
+            # Some way into its second step: rollout, scoring, update or save.
+            _wait_for_step(tmp_path, _finished(tmp_path) + 1, process)
+            time.sleep(rng.uniform(0, 0.5))
+        else:
+            time.sleep(rng.uniform(0, 4))  # while it starts, or resumes
+        assert process.poll() is None, "killed too late to be a kill"
+        process.kill()
+        process.communicate()
+    process = spawn(tmp_path, model_folder, *steps)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert_same_run(metrics(tmp_path), whole)
+    last = "checkpoint-step-80"
+    ours, theirs = (_weights(folder / "run" / last) for folder in (tmp_path, tmp_path / "whole"))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def _finished(folder: Path) -> int:
+    found = newest_complete(folder / "run")
+    return found[0] if found else 0
 
 
 RANKS = [
@@ -186,9 +196,11 @@ def test_sharding_goes_with_checkpointing_and_autocast(tmp_path: Path, model_fol
         process = spawn(folder, model_folder, *more, f"parallel={parallel}", ranks=ranks)
         _, stderr = process.communicate(timeout=300)
         assert process.returncode == 0, stderr
-    for ours, theirs in zip(metrics(tmp_path / "2"), metrics(tmp_path / "1"), strict=True):
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02), ours["step"]
-        assert ours["reward"] == pytest.approx(theirs["reward"])
+    ours, theirs = metrics(tmp_path / "2"), metrics(tmp_path / "1")
+    # The same weights still: from then on bfloat16's rounding goes its own way.
+    assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=0.01)
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=0.01, abs=1e-5)
+    assert [line["reward"] for line in ours] == pytest.approx([line["reward"] for line in theirs])
 
 
 @pytest.mark.slow
