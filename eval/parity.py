@@ -64,10 +64,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ParityPlan, Side | None]:
 
 def check(plan: ParityPlan) -> dict[str, Any]:
     """All that can be wrong before a model is loaded, and the comparison of the weights, tensor by tensor."""
-    from shared.engines.checkpoint_weights import compare_language_weights
+    from shared.engines.checkpoint_weights import compare_language_weights, refuse_other_shapes
 
     for mode in plan.modes:
         load_benchmark(plan.config("export", mode))
+    if plan.base is not None:
+        refuse_other_shapes(plan.checkpoint, plan.base)
     sides = {side: prepare_side(plan, side) for side in SIDES}
     if sides["synced"].codec.template_sha256 != sides["export"].codec.template_sha256:
         raise SetupError(

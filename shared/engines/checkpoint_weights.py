@@ -73,6 +73,12 @@ class LanguageTensors(Mapping[str, Tensor]):
             tensor: Tensor = file.get_tensor(written)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, from its file's header."""
+        path, written = self._places[name]
+        with safe_open(path, "pt") as file:
+            return tuple(file.get_slice(written).get_shape())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
@@ -130,8 +136,27 @@ def sync_hf(engine: HFEngine, checkpoint: Path) -> None:
     engine.reset()
 
 
+def refuse_other_shapes(checkpoint: Path, base: Path) -> None:
+    """SetupError unless both language models have the same tensors in the same shapes; only headers are read."""
+    ours, theirs = LanguageTensors(checkpoint), LanguageTensors(base)
+    if unmatched := sorted((ours.keys() ^ theirs.keys()) - {_HEAD}):
+        where = checkpoint if unmatched[0] in ours else base
+        raise SetupError(
+            f"{checkpoint} and {base} are different models ({unmatched[0]} is in {where} only, one of "
+            f"{len(unmatched)} such tensors): give the base it was trained from"
+        )
+    for name in sorted(ours.keys() & theirs.keys()):
+        if (shape := ours.shape(name)) != (other := theirs.shape(name)):
+            raise SetupError(
+                f"{name} has shape {shape} in {checkpoint} and {other} in {base}: give the base it was trained from"
+            )
+
+
 def compare_language_weights(checkpoint: Path, export: Path) -> WeightsCheck:
-    """Whether the export's language model is the checkpoint's, bit for bit after the export's dtype."""
+    """Whether the export's language model is the checkpoint's, bit for bit after the export's dtype.
+
+    SetupError when the checkpoint holds a number that is not finite.
+    """
     ours, theirs = LanguageTensors(checkpoint), LanguageTensors(export)
     names = set(ours) | set(theirs)
     if _HEAD in names and not {_HEAD} <= (ours.keys() & theirs.keys()):
@@ -139,8 +164,9 @@ def compare_language_weights(checkpoint: Path, export: Path) -> WeightsCheck:
     missing = tuple(sorted(name for name in names if name not in ours or name not in theirs))
     different = []
     for name in sorted(names - set(missing)):
-        exported = theirs[name]
-        if not torch.equal(ours[name].to(exported.dtype), exported):
+        trained, exported = ours[name], theirs[name]
+        refuse_not_finite(name, trained)
+        if not torch.equal(trained.to(exported.dtype), exported):
             different.append(name)
     return WeightsCheck(len(names) - len(missing), tuple(different), missing)
 

@@ -34,7 +34,7 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
 
 
 def perturb(source: Path, target: Path, tensor: str, change: Callable[[Any], Any]) -> Path:
-    """A copy of a single-file model folder in which one tensor is changed."""
+    """A copy of a single-file model folder in which one tensor is changed, or left out for a None."""
     from safetensors.torch import load_file, save_file
 
     target.mkdir()
@@ -43,8 +43,8 @@ def perturb(source: Path, target: Path, tensor: str, change: Callable[[Any], Any
             (target / path.name).write_bytes(path.read_bytes())
     (file,) = target.glob("*.safetensors")
     tensors = load_file(file)
-    tensors[tensor] = change(tensors[tensor])
-    save_file(tensors, file, {"format": "pt"})
+    changed = {**tensors, tensor: change(tensors[tensor])}
+    save_file({name: value for name, value in changed.items() if value is not None}, file, {"format": "pt"})
     return target
 
 

@@ -210,10 +210,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    pair: tuple[Path, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut = perturb(pair[0], tmp_path / "cut", LAYER, lambda tensor: tensor[:, :8].contiguous())
     with pytest.raises(SetupError, match=r"down_proj\.weight of .* has shape \(32, 8\), in the model \(32, 64\)"):
         parity.main(arguments(cut, pair[1], data, tmp_path / "out", "--mode", "full"))
+
+    monkeypatch.setattr(parity, "run_side", lambda plan, side: pytest.fail("a model was loaded"))
+    from_base = ("--base", str(pair[1]))
+    with pytest.raises(
+        SetupError, match=r"down_proj\.weight has shape \(32, 8\) in .* and \(32, 64\) in .* give the base"
+    ):
+        parity.main(arguments(cut, pair[1], data, tmp_path / "out", *from_base))
+    lacking = perturb(pair[1], tmp_path / "lacking", LAYER, lambda tensor: None)
+    with pytest.raises(SetupError, match=r"are different models \(model\.layers\..*down_proj\.weight is in .* only"):
+        parity.main(arguments(pair[0], pair[1], data, tmp_path / "out", "--base", str(lacking)))
     nan = perturb(pair[0], tmp_path / "nan", LAYER, lambda tensor: tensor / 0)
     with pytest.raises(SetupError, match="not finite"):
         parity.main(arguments(nan, pair[1], data, tmp_path / "out2", "--mode", "full"))

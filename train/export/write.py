@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import SetupError
+from shared.files import flush, write_atomic
 from train.export.plan import ExportPlan, PlannedTensor, final_values
 from train.export.weights import INDEX, ITEM_BYTES, WeightFile, header_bytes, raw_chunks, value_bytes
 
@@ -46,9 +47,9 @@ def beside(out: Path, needed_bytes: int) -> Iterator[Path]:
                     "free some or choose another disk"
                 )
             yield partial
-            _sync_folder(partial)
+            flush(partial)
             os.rename(partial, out)  # replaces an empty folder, never one with content
-            _sync_folder(out.parent)
+            flush(out.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -75,9 +76,9 @@ def write_export(
             output.flush()
             os.fsync(output.fileno())
     if plan.base.index is not None:
-        _write(folder / INDEX, index_bytes(plan))
+        write_atomic(folder / INDEX, index_bytes(plan))
     for name, content in aux_files.items():
-        _write(folder / name, content)
+        write_atomic(folder / name, content)
 
 
 def file_layout(plan: ExportPlan, file: WeightFile) -> tuple[bytes, list[PlannedTensor]]:
@@ -116,19 +117,4 @@ def json_bytes(value: object) -> bytes:
 
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file that has reached the disk when this returns."""
-    _write(path, json_bytes(value))
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_atomic(path, json_bytes(value))
