@@ -27,6 +27,7 @@ from eval.scorers.bird import UNDECODABLE_RULE
 from eval.summary import TRIVIAL_RULE
 from shared.cli import ArgumentParser, run_main
 from shared.config import build_config
+from shared.files import check_output
 from shared.sql.sandbox import Sandbox
 
 AUDIT = "audit.json"
@@ -186,6 +187,8 @@ def parse_arguments(argv: Sequence[str]) -> EvalConfig:
 def main(argv: Sequence[str]) -> int:
     """The command line. Exit code 1 when some gold cannot judge an answer."""
     config = parse_arguments(argv)
+    if config.out is not None:
+        check_output(config.out / AUDIT, "--out")
     figures = audit(config)
     folder = config.out or Path("runs") / f"audit-{figures['benchmark']}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from eval.records import write_json
 from shared.cli import ArgumentParser, run_main
 from shared.episode import Mode
 from shared.errors import SetupError
-from shared.files import write_atomic
+from shared.files import check_output, write_atomic
 
 RESULT, TABLE = "parity.json", "parity.txt"
 _MODES: dict[str, tuple[Mode, ...]] = {"full": ("full",), "withheld": ("withheld",), "both": ("withheld", "full")}
@@ -66,6 +66,7 @@ def check(plan: ParityPlan) -> dict[str, Any]:
     """All that can be wrong before a model is loaded, and the comparison of the weights, tensor by tensor."""
     from shared.engines.checkpoint_weights import compare_language_weights, refuse_other_shapes
 
+    check_output(plan.out / RESULT, "--out")
     for mode in plan.modes:
         load_benchmark(plan.config("export", mode))
     if plan.base is not None:

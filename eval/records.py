@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shared.errors import SetupError
-from shared.files import is_leftover, write_atomic
+from shared.files import check_output, is_leftover, write_atomic
 
 RUN, EPISODES, TIMING, SUMMARY = "run.json", "episodes.jsonl", "timing.jsonl", "summary.json"
 
@@ -79,6 +79,7 @@ class RunFolder:
 
     def _check(self) -> bool:
         folder = self.path
+        check_output(folder, "output")
         if folder.exists() and not folder.is_dir():
             raise SetupError(f"output {folder} is a file: give a folder that does not exist yet")
         if not folder.exists() or all(self._is_start(path) for path in folder.iterdir()):

@@ -44,6 +44,7 @@ def render_markdown(content: Content) -> str:
 def write_report(path: Path, pieces: Iterable[str]) -> None:
     """Write beside and rename, so that no half of a report is ever opened. SetupError where that cannot be written."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, pieces)
     except OSError as error:
         raise SetupError(f"{path} cannot be written ({error.strerror}): give another --out") from error

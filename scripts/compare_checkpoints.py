@@ -23,9 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from shared.cli import run_main
-from shared.errors import SetupError
-from shared.files import write_atomic
+from shared.cli import ArgumentParser, run_main
+from shared.files import check_output, write_atomic
 from train.export.compare import Comparison, Status, TensorPair, compare_folders, relative
 from train.export.names import Kind
 from train.export.sources import checkpoint_folder, model_folder
@@ -35,8 +34,8 @@ from train.export.write import json_bytes
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     console = Console()
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        raise SetupError(f"--json {args.json}: there is no folder {args.json.parent}; make it or give another file")
+    if args.json is not None:
+        check_output(args.json, "--json")
     a, b = (checkpoint_folder(model_folder(name, flag)) for name, flag in ((args.a, "A"), (args.b, "B")))
     console.print(f"A: {a}\nB: {b}", soft_wrap=True)
     with Progress(console=console, transient=True) as bars:
@@ -45,13 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(console, found, args.top)
     equal = found.same_weights() and (args.weights_only or found.same_files())
     if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(args.json, json_bytes(as_json(a, b, found)))
     console.print("equal" if equal else "different")
     return 0 if equal else 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="A", help="folder or hub id; changes are measured against it")
     parser.add_argument("b", metavar="B", help="folder or hub id")
     parser.add_argument("--top", type=int, default=10, help="how many of the most changed tensors to list (default 10)")

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.files import write_atomic
 from shared.tools.protocol import PROMPT_SHA256
 from train.export.aux_files import plan_aux_files
@@ -111,7 +111,7 @@ def _export(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--checkpoint", required=True, help="checkpoint or LoRA adapter folder, run folder (its newest) or hub id"
     )

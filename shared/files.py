@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from shared.errors import SetupError
+
 _ENDING = ".tmp"
 
 
@@ -35,6 +37,20 @@ def write_atomic(path: Path, content: str | bytes | Iterable[str]) -> None:
                 file.write(piece.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_output(path: Path, option: str) -> None:
+    """SetupError, naming `option`, unless something may be put at `path`; folders above it may have to be made.
+
+    For output that is written after long work: what is found here costs nothing yet.
+    """
+    above = path.absolute().parent
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        raise SetupError(f"{option} {path}: {above} is a file, not a folder; give another place")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise SetupError(f"{option} {path}: {above} may not be written to; give another place")
 
 
 def is_leftover(path: Path, of: str) -> bool:

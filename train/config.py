@@ -105,10 +105,10 @@ class DataConfig(StrictModel):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.benchmark == "questions" and (self.questions is None or self.databases is None):
-            raise ValueError("benchmark 'questions' needs the keys data.questions and data.databases")
-        if self.benchmark == "sqale" and (self.queries is None or self.schemas is None):
-            raise ValueError("benchmark 'sqale' needs the keys data.queries and data.schemas")
+        sources = {"questions": ("questions", "databases"), "sqale": ("queries", "schemas"), "toy": ()}
+        for key in (*sources["questions"], *sources["sqale"]):
+            if (getattr(self, key) is not None) != (read := key in sources[self.benchmark]):
+                raise ValueError(f"benchmark '{self.benchmark}' {'needs' if read else 'does not read'} data.{key}")
         return self
 
 

@@ -12,7 +12,6 @@ nothing needs saving.
     python -m train.curriculum --config configs/grpo_curriculum.yaml [--plot FILE.png]
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
+from shared.files import check_output
 
 Floats = NDArray[np.float32]
 
@@ -146,11 +146,15 @@ def main(argv: list[str] | None = None) -> int:
     from train.curriculum_report import checkpoints_of, plot, weight_table
     from train.pool import check_draws, load_pool
 
-    parser = argparse.ArgumentParser(prog="python -m train.curriculum", description=main.__doc__)
+    parser = ArgumentParser(prog="python -m train.curriculum", description=main.__doc__)
     parser.add_argument("--config", type=Path, required=True, help="a YAML file; see configs/")
     parser.add_argument("--plot", type=Path, help="write a picture there")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args(argv)
+    if arguments.plot is not None:
+        check_output(arguments.plot, "--plot")
+        if arguments.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise SetupError(f"--plot {arguments.plot}: give a file that ends in .png, .svg or .pdf")
     config = load_train_config(arguments.config, arguments.overrides)
     settings = CurriculumSettings(config.curriculum.enabled, config.curriculum.ramp_steps, config.curriculum.k)
     with tempfile.TemporaryDirectory() as scratch:

@@ -82,4 +82,5 @@ def plot(
         axes.plot(steps, [share[tenth] for share in shares], label=label, color=(tenth / 9, 0.3, 1 - tenth / 9))
     axes.set(xlabel="step", ylabel="share of the weight", title="weight by quantile of gold length")
     axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

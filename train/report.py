@@ -5,7 +5,6 @@
 An HTML file has everything inside; with `.svg` or `.png` it is one picture. Works on a run in progress.
 """
 
-import argparse
 import base64
 import html
 import io
@@ -16,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.config import load_yaml
 from shared.errors import SetupError
+from shared.files import check_output
 from train.curriculum import CurriculumSettings, progress
 from train.log import METRICS, format_seconds
 from train.selection import best_line, read_validation
@@ -314,13 +314,14 @@ def page(curves: Curves) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the report of a run."""
-    parser = argparse.ArgumentParser(prog="python -m train.report", description=main.__doc__)
+    parser = ArgumentParser(prog="python -m train.report", description=main.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a training run")
     parser.add_argument("--out", type=Path, help="an .html, .svg or .png file; default RUN/report.html")
     arguments = parser.parse_args(argv)
     out: Path = arguments.out or arguments.run / "report.html"
     if out.suffix not in (".html", ".svg", ".png"):
         raise SetupError(f"--out {out}: give a file that ends in .html, .svg or .png")
+    check_output(out, "--out")
     curves = Curves(arguments.run)
     if out.suffix == ".html":
         content = page(curves).encode()

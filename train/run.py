@@ -11,12 +11,11 @@ the same folder continues from the newest complete checkpoint. SIGTERM, SIGUSR1,
 folder end the run after saving the last finished step: exit code 75 (requeue), 130 after Ctrl-C.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.config import dump_config
 from shared.errors import SetupError
 from train.config import TrainConfig, load_train_config
@@ -82,7 +81,7 @@ def _say(line: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and train."""
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m train.run", description=summary)
+    parser = ArgumentParser(prog="python -m train.run", description=summary)
     parser.add_argument("--config", type=Path, required=True, help="a YAML file; see configs/")
     parser.add_argument("--dry-run", action="store_true", help="print config, pool, memory and time plan, and leave")
     plan = parser.add_argument_group("what a dry run assumes")

@@ -12,7 +12,6 @@ each. Both learn on a CPU, as well as each other, the demo's in half the time: h
 more than their number, see `initialise`.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
 from train.tiny_tokenizer import (
     END_OF_TEXT,
@@ -250,7 +249,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Write a base folder."""
-    parser = argparse.ArgumentParser(prog="python -m train.tiny", description="Write a tiny Qwen3.5 base checkpoint.")
+    parser = ArgumentParser(prog="python -m train.tiny", description="Write a tiny Qwen3.5 base checkpoint.")
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layout", choices=get_args(Layout), default="demo")

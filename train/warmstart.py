@@ -9,7 +9,6 @@ A plain loop on purpose: TRL's SFTTrainer with the same rows and optimizer has t
 together), but took 1.75 times the CPU time a step on the demo's model.
 """
 
-import argparse
 import math
 import os
 import random
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.config import StrictModel, load_config
 from shared.data.toy import toy_questions, write_toy
 from shared.errors import SetupError
@@ -169,7 +168,7 @@ def check_output(output: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(prog="python -m train.warmstart", description="Supervised warm start.")
+    parser = ArgumentParser(prog="python -m train.warmstart", description="Supervised warm start.")
     parser.add_argument("--config", type=Path, required=True, help="a YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted config keys, e.g. steps=300")
     arguments = parser.parse_args(argv)

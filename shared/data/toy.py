@@ -10,7 +10,6 @@ and one for all columns of a database, drawn anew for each. Only the tools revea
 meaning: the gold result differs from that of every other kind of question over the same names.
 """
 
-import argparse
 import json
 import random
 import sqlite3
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from shared.cli import run_main
+from shared.cli import ArgumentParser, run_main
 from shared.data.example import Example
 from shared.database import Database
 from shared.errors import SetupError
@@ -351,7 +350,7 @@ def _write_databases(databases: Iterable[ToyDatabase], folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Write a folder of toy questions."""
-    parser = argparse.ArgumentParser(prog="python -m shared.data.toy", description="Generate toy databases.")
+    parser = ArgumentParser(prog="python -m shared.data.toy", description="Generate toy databases.")
     parser.add_argument("--out", type=Path, required=True, help="folder for questions.json and databases/")
     parser.add_argument("--split", choices=get_args(Split), required=True)
     parser.add_argument("--databases", type=int, default=60)

@@ -45,7 +45,7 @@ def server_arguments(model: str, more: Sequence[str], *, cpu: bool) -> list[str]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop."""
-    model, *more = sys.argv[1:] if argv is None else argv or [""]
+    model, *more = (sys.argv[1:] if argv is None else argv) or [""]
     if not model or model.startswith("-"):
         raise SetupError("give the model first: python -m shared.engines.vllm_server MODEL --port 8000")
     # The server's own process talks to the engine's, and takes weights on its development endpoints.

@@ -220,6 +220,7 @@ def test_bad_input_is_one_line_before_anything_is_written(data: Path, tmp_path: 
         ([*gold, *own, "--out", str(tmp_path / "used")], "is in use and holds no run"),
         ([*gold, *own, "--out", str(tmp_path / "finished")], "in use by a finished run"),
         ([*gold, *own, "--out", str(tmp_path / "turns.json")], "is a file"),
+        ([*gold, *own, "--out", str(tmp_path / "turns.json" / "run")], "turns.json is a file, not a folder"),
         ([*gold, *own, "--out", out, "--model", str(model)], "takes no --model"),
         ([*gold, *own, "--out", out, "--turn", "x"], "belong to --engine canned"),
         ([*own, "--out", out, "--engine", "canned"], "says nothing"),

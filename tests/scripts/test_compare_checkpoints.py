@@ -155,8 +155,6 @@ def test_folders_that_cannot_be_compared_are_refused_in_one_line(base: Path, tmp
         with pytest.raises(SetupError, match=message) as caught:
             compare(base, folder)
         assert "\n" not in str(caught.value)
-    with pytest.raises(SetupError, match="--json"):
-        compare(base, base, "--json", str(tmp_path / "no" / "found.json"))
 
 
 def test_names_are_spelled_and_sorted_into_kinds() -> None:

@@ -121,5 +121,5 @@ def test_what_cannot_be_reported_is_said(finished: Path, tmp_path: Path) -> None
     with pytest.raises(SetupError, match=r"\.html, \.svg or \.png"):
         main([str(finished / "run"), "--out", "r.pdf"])
     (tmp_path / "file").touch()
-    with pytest.raises(SetupError, match="cannot be written"):
+    with pytest.raises(SetupError, match="is a file, not a folder"):
         main([str(finished / "run"), "--out", str(tmp_path / "file" / "r.html")])

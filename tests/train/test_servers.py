@@ -381,8 +381,9 @@ def test_a_server_without_our_receiver_is_told_how_to_start(setting: Setting) ->
         client.describe()
 
 
-def test_the_command_wants_a_model_first() -> None:
-    for arguments in ([], ["--port", "8000"]):
+def test_the_command_wants_a_model_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in ([], ["--port", "8000"], None):
+        monkeypatch.setattr(sys, "argv", ["vllm_server.py"])
         with pytest.raises(SetupError, match="give the model first"):
             vllm_server.main(arguments)
 
