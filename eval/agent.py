@@ -28,6 +28,7 @@ from shared.cli import ArgumentParser, run_main
 from shared.data.example import Example
 from shared.database import Database
 from shared.engines.base import Completion, Engine, Request, SamplingParams
+from shared.engines.weight_files import refuse_damaged
 from shared.episode import EpisodeConfig, EpisodeRecord
 from shared.errors import SetupError
 from shared.runner import Task, run_episodes
@@ -184,6 +185,7 @@ def prepare(arguments: argparse.Namespace) -> Agent:
         raise SetupError("vllm is not installed: pip install vllm, or ask a server with --base-url http://HOST:PORT/v1")
     from shared.engines.tokenizer import load_tokenizer
 
+    refuse_damaged(folder)
     codec = TokenizerCodec(load_tokenizer(folder))
     settings: dict[str, Any] = {"max_model_len": config.max_tokens, "seed": arguments.seed & _ENGINE_SEED}
     settings |= dict(map(_option, arguments.engine_option))

@@ -14,6 +14,7 @@ from eval.models import check_context, check_model_folder, model_sha256, resolve
 from shared.chat import ByteCodec, ChatCodec, TokenizerCodec
 from shared.engines.base import Engine
 from shared.engines.scripted import CannedEngine, GoldEngine
+from shared.engines.weight_files import refuse_damaged
 from shared.episode import EpisodeConfig
 from shared.errors import SetupError
 
@@ -105,6 +106,7 @@ def _prepare_hf(config: EvalConfig) -> Prepared:
     except ImportError as error:
         raise SetupError(f"--engine hf needs torch and transformers ({error}): pip install 'execplan[eval]'") from error
     codec = TokenizerCodec(tokenizer.load_tokenizer(folder))
+    refuse_damaged(folder)
     sha256 = model_sha256(folder)
 
     def load() -> Engine:
@@ -122,6 +124,7 @@ def _prepare_vllm(config: EvalConfig) -> Prepared:
 
     versions = vllm.library_versions()
     codec = TokenizerCodec(tokenizer.load_tokenizer(folder))
+    refuse_damaged(folder)
     sha256 = model_sha256(folder)
 
     def load() -> Engine:

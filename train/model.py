@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from shared.chat import TokenizerCodec
 from shared.engines.hf_load import load_causal_lm
 from shared.engines.tokenizer import first_line, load_tokenizer
+from shared.engines.weight_files import refuse_damaged
 from shared.errors import SetupError
 from train.config import ModelConfig
 from train.export.weights import read_header, value_chunks
@@ -36,7 +37,7 @@ class Policy:
 
 
 def check_model_path(path: str) -> None:
-    """SetupError unless `path` is a folder with a model in it, or looks like a hub id (owner/name)."""
+    """SetupError unless `path` is a folder with a whole model in it, or looks like a hub id (owner/name)."""
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -45,6 +46,10 @@ def check_model_path(path: str) -> None:
             raise SetupError(f"model.path: {path} has no weights (*.safetensors); give a complete model folder")
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
             raise SetupError(f"model.path: {path} has no tokenizer; copy the tokenizer files of its base there")
+        try:
+            refuse_damaged(folder)
+        except SetupError as error:
+            raise SetupError(f"model.path: {error}") from None
     elif not _HUB_ID.fullmatch(path) or path.startswith("."):
         raise SetupError(f"model.path: {path} is neither a folder nor a hub id (owner/name)")
 

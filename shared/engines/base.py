@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from shared.errors import SetupError
+
 StopReason = Literal["stop", "length"]
 
 
@@ -55,6 +57,16 @@ class Completion:
     logprobs: tuple[float, ...]
     stop_reason: StopReason
     weights: str = ""
+
+
+def refuse_nan(completion: Completion) -> Completion:
+    """The completion. SetupError when a log-probability is NaN: no answer of such a model says anything."""
+    if any(logprob != logprob for logprob in completion.logprobs):
+        raise SetupError(
+            f"{completion.request_id}: the model's log-probabilities are NaN; its weights are damaged (NaN in them: "
+            "take another checkpoint) or its dtype is too narrow for it (try float32)"
+        )
+    return completion
 
 
 class Engine(Protocol):

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from shared.engines.hf import HFEngine
 from shared.engines.vllm import VLLMEngine
 from shared.engines.vllm_weights import kernel_tensors
+from shared.engines.weight_files import tensor_names
 from shared.engines.weight_names import (
     Piece,
     checkpoint_names,
@@ -57,12 +58,7 @@ class LanguageTensors(Mapping[str, Tensor]):
         if not paths:
             raise SetupError(f"{folder} has no weights (*.safetensors): give the folder of a checkpoint or an export")
         for path in paths:
-            try:
-                with safe_open(path, "pt") as file:
-                    names = list(file.keys())
-            except (OSError, SafetensorError) as error:
-                raise SetupError(f"{path} cannot be read ({error}): copy it again") from None
-            for name in names:
+            for name in tensor_names(path):
                 if not name.startswith(_NOT_LANGUAGE):
                     text = "model." + name.removeprefix(_LANGUAGE) if name.startswith(_LANGUAGE) else name
                     self._places[text] = path, name

@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from shared.engines import kv
-from shared.engines.base import Completion, Request
+from shared.engines.base import Completion, Request, StopReason, refuse_nan
 from shared.engines.sampling import draw_uniforms, sample_tokens
 
 
@@ -269,15 +269,10 @@ class HFEngine:
             row.pending = [token]
             stopped = token in request.params.stop_token_ids
             if stopped or len(row.sampled) >= request.params.max_tokens:
-                self._done.append(
-                    Completion(
-                        request.request_id,
-                        tuple(row.sampled),
-                        tuple(row.logprobs),
-                        "stop" if stopped else "length",
-                        self.weights(),
-                    )
-                )
+                ids, known = tuple(row.sampled), tuple(row.logprobs)
+                reason: StopReason = "stop" if stopped else "length"
+                done = Completion(request.request_id, ids, known, reason, self.weights())
+                self._done.append(refuse_nan(done))
                 row.request, row.pending = None, []
                 row.ended = row.ended or not row.session
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.engines.hf import HFEngine
@@ -42,7 +43,7 @@ def load_causal_lm(folder: Path, *, dtype: Dtype, **settings: Any) -> PreTrained
             output_loading_info=True,
             **settings,
         )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise SetupError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise SetupError(f"{folder} lacks {len(missing)} weights of its model, {missing[0]} for one: copy all shards")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shared.engines.base import Completion, Request, StopReason
+from shared.engines.base import Completion, Request, StopReason, refuse_nan
 from shared.errors import SetupError
 
 # Set whatever the user has set: nothing here reports to anybody.
@@ -134,7 +134,7 @@ class VLLMEngine:
             ids = tuple(sample.token_ids)
             logprobs = tuple(entry[token].logprob for entry, token in zip(sample.logprobs, ids, strict=True))
             reason: StopReason = "length" if sample.finish_reason == "length" else "stop"
-            done.append(Completion(output.request_id, ids, logprobs, reason, self.weights()))
+            done.append(refuse_nan(Completion(output.request_id, ids, logprobs, reason, self.weights())))
         return done
 
     def end_session(self, session: str) -> None:

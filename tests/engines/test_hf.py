@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen
 from shared.engines.base import Completion, Request, SamplingParams
 from shared.engines.hf import HFEngine
 from shared.engines.sampling import sample_tokens, truncated_probs
+from shared.errors import SetupError
 
 VOCABULARY = 97
 LAYOUTS = {
@@ -130,6 +131,16 @@ def test_a_sample_depends_on_its_seed_not_on_its_neighbours(layout: str) -> None
     alone = Client(HFEngine(model, max_rows=1, chunk_tokens=1000), 12, 3, PLAIN)
     alone.run(list(reversed(alone.contexts)))
     assert together.contexts == alone.contexts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_computes_nan_is_refused(temperature: float) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.down_proj.weight.data[3, 3] = float("nan")
+    engine = HFEngine(model)
+    engine.add(Request("q#0", (1, 2, 3), SamplingParams(temperature=temperature, max_tokens=2)))
+    with pytest.raises(SetupError, match="q#0: the model's log-probabilities are NaN"):
+        engine.step()
 
 
 def test_greedy_is_the_argmax() -> None:

@@ -88,6 +88,10 @@ def test_a_folder_with_half_of_its_weights_is_refused(data: Path, tmp_path: Path
     broken.mkdir()
     for path in model.iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
+    content = (model / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(SetupError, match=r"model\.safetensors is damaged \(.*copy or download it again"):
+        evaluate_model(data, tmp_path / "out", broken)
     tensors = load_file(model / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})

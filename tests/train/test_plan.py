@@ -149,11 +149,11 @@ def _arguments(folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of the real shape whose weights are an empty file: reading them would fail."""
+    """A model of the real shape whose weights are a file without tensors: loading them would fail."""
     (tmp_path / "model").mkdir()
     shutil.copy(CASES / "qwen35_2b_config.json", tmp_path / "model" / "config.json")
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).touch()
+    (tmp_path / "model" / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
+    (tmp_path / "model" / "tokenizer.json").touch()
     return tmp_path
 
 

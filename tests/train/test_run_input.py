@@ -1,6 +1,8 @@
 """What a user can get wrong: one line, exit code 2, nothing written."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,13 @@ def _no_tokenizer(folder: Path, model: Path) -> list[str]:
     copy.mkdir()
     for name in ("config.json", "model.safetensors"):
         (copy / name).write_bytes((model / name).read_bytes())
+    return [f"model.path={copy}"]
+
+
+def _cut_weights(folder: Path, model: Path) -> list[str]:
+    copy = folder / "model"
+    shutil.copytree(model, copy)
+    os.truncate(copy / "model.safetensors", 5000)
     return [f"model.path={copy}"]
 
 
@@ -57,6 +66,7 @@ def _no_audit(folder: Path, model: Path) -> list[str]:
 BAD_INPUT = [
     (_no_model, "nowhere is neither a folder nor a hub id"),
     (_no_tokenizer, "has no tokenizer"),
+    (_cut_weights, r"model\.path: .*model\.safetensors is damaged \(.*copy or download it again"),
     (_no_template, "has no chat template"),
     (_in_use, "holds other files and no run"),
     (_small_pool, "the pool has 5 questions, a step draws 18"),
