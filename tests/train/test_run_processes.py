@@ -87,14 +87,14 @@ def test_signals_save_and_leave(tmp_path: Path, model_folder: Path, spawn: Spawn
     assert not list((tmp_path / "run").glob(".unfinished*"))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "last"), [(2, 24), pytest.param(20, 80, marks=pytest.mark.slow)])
 def test_kill_at_random_moments_then_resume_equals_the_uninterrupted_run(
-    tmp_path: Path, model_folder: Path, spawn: Spawn
+    tmp_path: Path, model_folder: Path, spawn: Spawn, kills: int, last: int
 ) -> None:
-    steps = ("steps=80", "checkpoint.every=1")
+    steps = (f"steps={last}", "checkpoint.every=1")
     whole = finish(tmp_path / "whole", model_folder, *steps)
     rng = random.Random(0)
-    for kill in range(20):
+    for kill in range(kills, 0, -1):
         process = spawn(tmp_path, model_folder, *steps)
         if kill % 5:
             # Some way into its second step: rollout, scoring, update or save.
@@ -109,8 +109,7 @@ def test_kill_at_random_moments_then_resume_equals_the_uninterrupted_run(
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert_same_run(metrics(tmp_path), whole)
-    last = "checkpoint-step-80"
-    ours, theirs = (_weights(folder / "run" / last) for folder in (tmp_path, tmp_path / "whole"))
+    ours, theirs = (_weights(folder / "run" / f"checkpoint-step-{last}") for folder in (tmp_path, tmp_path / "whole"))
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
