@@ -17,7 +17,7 @@ from eval.training import LAST_STEPS, training_content
 from eval.training_lines import default_report, is_training
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
-from shared.files import write_atomic
+from shared.files import check_output, write_atomic
 from shared.text import escape_markdown
 
 
@@ -76,6 +76,9 @@ def main() -> int:
         raise SetupError("a report is of one run or of two: for more, python -m eval.compare prints all pairs")
     if arguments.steps < 0:
         raise SetupError(f"--steps {arguments.steps}: give the number of sampled steps to show, or 0 for all")
+    for flag, path in (("--out", arguments.out), ("--markdown", arguments.markdown)):
+        if path is not None:
+            check_output(path, flag)
     content = load_content(arguments.runs, arguments.steps)
     default = "report.html" if len(arguments.runs) == 1 else f"compare-{arguments.runs[0].resolve().name}.html"
     out: Path = arguments.out or (

@@ -316,7 +316,9 @@ def test_command_writes_into_the_run_folder(
     [
         (["nowhere"], "does not exist"),
         (["{a}", "{b}", "{a}"], "one run or of two"),
-        (["{a}", "--out", "no/such/folder/x.html"], "cannot be written"),
+        (["{a}", "--out", "{a}/summary.json/x.html"], "--out .*summary.json is a file, not a folder"),
+        (["{a}", "--markdown", "{a}/summary.json/x.md"], "--markdown .*summary.json is a file, not a folder"),
+        (["{a}", "--out", "{a}"], "cannot be written"),
         ([], "required"),
     ],
 )
