@@ -19,6 +19,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from shared.config import dump_config
+from shared.engines.hf_load import missing_kernels
 from shared.engines.tokenizer import first_line
 from shared.errors import SetupError
 from train.config import TrainConfig
@@ -72,10 +73,13 @@ def dry_run(config: TrainConfig, assumptions: Assumptions, console: Console | No
             SetupError(f"rollout.questions {config.rollout.questions} does not divide by {assumptions.ranks} ranks")
         )
     _attempt(lambda: check_model_path(config.model.path), problems)
-    shape = _attempt(lambda: model_shape(model_config(config)), problems)
-    if shape is not None:
+    model = _attempt(lambda: model_config(config), problems)
+    if model is not None:
+        shape = model_shape(model)
         _print_memory(shape, config, assumptions.ranks, console)
         _print_time(shape, config, assumptions, held_out, say)
+        if slow := missing_kernels(model, "cpu" if config.device == "cpu" else "cuda"):
+            say(slow)
     if problems:
         for problem in problems[1:]:
             say(f"also: {problem}")

@@ -1,7 +1,11 @@
 """The HF engine: what it samples and reports is what the model alone would say, whatever shares the batch."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Qwen
 
 from shared.engines.base import Completion, Request, SamplingParams
 from shared.engines.hf import HFEngine
+from shared.engines.hf_load import missing_kernels
 from shared.engines.sampling import sample_tokens, truncated_probs
 from shared.errors import SetupError
 
@@ -208,3 +213,47 @@ def test_sampling_frequencies_follow_the_probabilities() -> None:
     tokens, _ = sample_tokens(logits, [PLAIN] * 4000, uniforms)
     shares = [tokens.count(i) / 4000 for i in range(4)]
     assert shares == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.03)
+
+
+RUN_ON_CPU = """
+import sys
+from pathlib import Path
+{before}
+from shared.engines.base import Request, SamplingParams
+from shared.engines.hf_load import load_engine
+engine = load_engine(Path(sys.argv[1]), weights="w", device="cpu")
+engine.add(Request("q", (1, 2, 3), SamplingParams(max_tokens=2)))
+while engine.has_work():
+    engine.step()
+"""
+
+
+def test_kernels_for_a_gpu_are_not_taken_on_the_cpu(tmp_path: Path) -> None:
+    tiny_model("canonical").save_pretrained(tmp_path / "model")
+    kernels = tmp_path / "fla" / "ops"
+    kernels.mkdir(parents=True)
+    for folder in (kernels.parent, kernels):
+        (folder / "__init__.py").touch()
+    (kernels / "gated_delta_rule.py").write_text(
+        "def chunk_gated_delta_rule(*args, **kwargs):\n    raise RuntimeError('wants a GPU')\n"
+        "fused_recurrent_gated_delta_rule = chunk_gated_delta_rule\n"
+    )
+
+    def run(before: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+        command = [sys.executable, "-c", RUN_ON_CPU.format(before=before), str(tmp_path / "model")]
+        return subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+        )
+
+    result = run("")
+    assert result.returncode == 0, result.stderr
+    # Without the precaution transformers takes them: the test would notice.
+    assert "wants a GPU" in run("import transformers.models.qwen3_5.modeling_qwen3_5").stderr
+
+
+def test_missing_kernels_are_named_where_they_count() -> None:
+    hybrid, plain = tiny_model("canonical").config, tiny_model("llama").config
+    assert "pip install -e '.[gpu]'" in (missing_kernels(hybrid, "cuda") or "")
+    assert missing_kernels(hybrid, "cpu") is None
+    assert missing_kernels(plain, "cuda") is None
