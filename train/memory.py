@@ -1,18 +1,19 @@
 """What a run will need of each rank's memory: sizes from the model's config alone, nothing is loaded.
 
-Weights, gradients, optimizer and caches are exact; activations are an estimate from the layers' widths, to within
-about a third. All are bytes on one rank's device.
+Weights, gradients, optimizer and caches are exact; activations are measured layer by layer (train/activations.py).
+All are bytes on one rank's device.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from train.activations import layer_memory
 from train.config import LoraConfig, TrainConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,9 +25,9 @@ class Shape:
     """A decoder's size: parameter counts, and the widths (values a token) that caches and activations follow from.
 
     `matrices` counts the two-dimensional weights inside the layers (what Muon takes). `linears` has, by the last part
-    of the name, inputs plus outputs of all linear layers of that name (what a LoRA of rank 1 has). `layer_widths` has
-    for each layer the values that its forward pass keeps a token; `cache_width` the keys and values of all attention
-    layers; `state_values` the recurrent and convolution states of all linear layers, an episode.
+    of the name, inputs plus outputs of all linear layers of that name (what a LoRA of rank 1 has). `layers` are the
+    kinds of the layers in order; `cache_width` the keys and values of all attention layers; `state_values` the
+    recurrent and convolution states of all linear layers, an episode. `config` is what it was made from.
     """
 
     parameters: int
@@ -34,9 +35,10 @@ class Shape:
     linears: Mapping[str, int]
     hidden: int
     vocabulary: int
-    layer_widths: tuple[int, ...]
+    layers: tuple[str, ...]
     cache_width: int
     state_values: int
+    config: Any = field(repr=False, compare=False)
 
 
 def model_shape(config: Any) -> Shape:
@@ -51,19 +53,14 @@ def model_shape(config: Any) -> Shape:
     for name, module in model.get_decoder().named_modules():
         if isinstance(module, nn.Linear):
             linears[name.rpartition(".")[2]] += module.in_features + module.out_features
-    hidden, intermediate = int(text.hidden_size), int(text.intermediate_size)
+    hidden = int(text.hidden_size)
     heads, kv_heads = int(text.num_attention_heads), int(text.num_key_value_heads)
     head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
     layers = list(getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers)
-    # Two norms, two residual sums, and the gate, up, activated and multiplied values of the MLP.
-    common = 4 * hidden + 4 * intermediate
-    attention = (4 * heads + 3 * kv_heads) * head_dim
-    linear, states = 0, 0
+    states = 0
     if "linear_attention" in layers:
         keys = int(text.linear_num_key_heads * text.linear_key_head_dim)
         values = int(text.linear_num_value_heads * text.linear_value_head_dim)
-        # The projections before and after the convolution, gate and output; the recurrence works on float32 copies.
-        linear = 2 * (2 * keys + values) + 3 * values + 2 * (2 * keys + 2 * values)
         states = int(
             values * text.linear_key_head_dim + (2 * keys + values) * getattr(text, "linear_conv_kernel_dim", 4)
         )
@@ -74,9 +71,10 @@ def model_shape(config: Any) -> Shape:
         linears=dict(linears),
         hidden=hidden,
         vocabulary=int(text.vocab_size),
-        layer_widths=tuple(common + (linear if kind == "linear_attention" else attention) for kind in layers),
+        layers=tuple(layers),
         cache_width=(len(layers) - n_linear) * 2 * kv_heads * head_dim,
         state_values=n_linear * states,
+        config=text,
     )
 
 
@@ -108,7 +106,7 @@ def memory_plan(config: TrainConfig, shape: Shape, ranks: int) -> list[Item]:
     items.append(_optimizer(config, shape, master, parts))
     if parts > 1:
         # The embedding belongs to the group that stays gathered between the two passes; layers come and go.
-        gathered = shape.vocabulary * shape.hidden + shape.matrices // len(shape.layer_widths)
+        gathered = shape.vocabulary * shape.hidden + shape.matrices // len(shape.layers)
         note = "embedding and one layer, whole, with their gradients"
         items.append(Item("gathered", 2 * gathered * master, note, rollout=False))
     if config.loss.kl.mode != "off" and lora is None:
@@ -120,7 +118,7 @@ def memory_plan(config: TrainConfig, shape: Shape, ranks: int) -> list[Item]:
     if compute < master:
         items.append(Item("autocast copies", n * compute, "weights in bfloat16 while a forward pass runs"))
     tokens = max(config.loss.micro_batch_tokens, config.rollout.max_tokens)
-    items.append(_activations(config, shape, tokens, master, compute))
+    items.append(_activations(config, shape, tokens, master))
     chunk = config.loss.logprob_chunk
     logits = 2 * chunk * shape.vocabulary * 4 + chunk * shape.vocabulary * compute
     # The projection's gradient is summed in float32, then cast.
@@ -167,15 +165,19 @@ def _optimizer(config: TrainConfig, shape: Shape, master: int, parts: int) -> It
     return Item("optimizer", 2 * trained * size // parts, "AdamW: two moments a number that is trained")
 
 
-def _activations(config: TrainConfig, shape: Shape, tokens: int, master: int, compute: int) -> Item:
-    widest = max(shape.layer_widths)
+def _activations(config: TrainConfig, shape: Shape, tokens: int, master: int) -> Item:
+    autocast, dtype = config.model.autocast == "bfloat16", getattr(torch, config.model.dtype)
+    layers = Counter(shape.layers)
+    memory = {kind: layer_memory(shape.config, kind, dtype, autocast) for kind in layers}
+    n, widest = len(shape.layers), max(memory.values(), key=lambda layer: layer.peak)
     if config.model.gradient_checkpointing:
-        # Each layer's input stays; one layer at a time is computed again, with the gradients of what it keeps.
-        size = tokens * (len(shape.layer_widths) * shape.hidden * master + 2 * widest * compute)
-        note = f"{tokens:,} tokens: inputs of {len(shape.layer_widths)} layers, one layer computed again (estimate)"
+        # Each layer's input stays; one layer at a time is computed again.
+        size = tokens * (n * shape.hidden * master + widest.peak)
+        note = f"{tokens:,} tokens: inputs of {n} layers, one layer computed again"
     else:
-        size = tokens * (sum(shape.layer_widths) + widest) * compute
-        note = f"{tokens:,} tokens, all {len(shape.layer_widths)} layers, no checkpointing (estimate)"
+        kept = sum(count * memory[kind].kept for kind, count in layers.items())
+        size = tokens * (kept + widest.peak - widest.kept)
+        note = f"{tokens:,} tokens, all {n} layers, no checkpointing"
     return Item("activations", size, note, rollout=False)
 
 

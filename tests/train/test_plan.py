@@ -38,7 +38,7 @@ def _sizes(items: list[Item]) -> dict[str, int]:
 
 def test_the_published_shape_has_the_published_count(shape: Shape) -> None:
     assert shape.parameters == 1_881_825_088
-    assert (shape.hidden, shape.vocabulary, len(shape.layer_widths)) == (2048, 248_320, 24)
+    assert (shape.hidden, shape.vocabulary, len(shape.layers)) == (2048, 248_320, 24)
     # 6 attention layers, keys and values, 2 heads of 256.
     assert shape.cache_width == 6 * 2 * 2 * 256
     # 18 linear layers: 16 heads of 128 x 128, and 4 positions of queries, keys and values.
