@@ -51,6 +51,8 @@ def verdict(result: Mapping[str, Any]) -> str:
         else:
             detectable = 100 * result["minimum_detectable_effect"]
             text += f" A true difference below {detectable:.1f} points would usually stay unseen at this n."
+        if not low <= 0 <= high:
+            text += " The interval leaves 0 out all the same: a bootstrap of so few differing questions is too narrow."
     return " ".join([text, *_noise_sentences(result)])
 
 

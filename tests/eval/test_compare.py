@@ -94,6 +94,14 @@ def test_strict_clusters_and_strata(tmp_path: Path) -> None:
     assert "challenging" in render(strict)
 
 
+def test_an_interval_without_0_is_no_verdict_when_the_test_has_none(tmp_path: Path) -> None:
+    result = compare(*map(load_run, write_pair(tmp_path, *outcomes(379, 4, 0, 17))))
+    assert result["p"] == 0.125
+    assert result["ci"][1] < 0
+    assert result["verdict"].startswith("No difference shown: B - A is -1.0 points")
+    assert "The interval leaves 0 out all the same" in result["verdict"]
+
+
 def test_a_question_without_verdict_in_one_run_is_left_out_of_both(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", [record("q0", 1.0), record("q1", None), record("q2", 0.0)])
     b = write_run(tmp_path / "b", [record("q0", 0.0), record("q1", 1.0), record("q2", 0.0)])
