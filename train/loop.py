@@ -39,7 +39,7 @@ from train.rollout import (
     with_signal,
 )
 from train.rollout_engines import EngineFactory, RolloutEngine, check_rollout_engine, make_rollout_engine
-from train.run import CONFIG_COPY
+from train.run import CONFIG_COPY, check_ranks
 from train.selection import beats_all, publish_best, read_validation
 from train.state import gather_run, read_state, restore, save_run
 from train.stopping import StopFlag, StoppableEngine, StopRequested, only_one
@@ -109,14 +109,7 @@ def run_training(
     accelerator = Accelerator(cpu=config.device == "cpu", kwargs_handlers=handlers)
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise SetupError("device: cuda is not available; use device=auto or device=cpu")
-    if config.rollout.questions % accelerator.num_processes:
-        raise SetupError(
-            f"rollout.questions {config.rollout.questions} does not divide by {accelerator.num_processes} ranks"
-        )
-    if config.parallel == "fsdp" and accelerator.num_processes == 1:
-        raise SetupError(
-            "parallel: fsdp spreads a model over ranks, and there is one; use ddp, or start it with torchrun"
-        )
+    check_ranks(config, accelerator.num_processes)
     check_rollout_engine(config)
     with only_one(config.output) if accelerator.is_main_process else nullcontext():
         return _run(config, pool, stop, make_engine, accelerator, held_out)

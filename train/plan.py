@@ -30,6 +30,7 @@ from train.memory import Shape, format_bytes, memory_plan, model_shape, peaks
 from train.model import check_model_path
 from train.pool import Pool, check_draws, load_pool
 from train.rollout import curriculum_settings
+from train.run import check_ranks
 from train.validation import HeldOut, load_held_out
 
 T = TypeVar("T")
@@ -68,10 +69,7 @@ def dry_run(config: TrainConfig, assumptions: Assumptions, console: Console | No
             held_out = _attempt(lambda: load_held_out(away, pool.examples, say), problems)
         else:
             held_out = _attempt(lambda: load_held_out(away, (), say), problems)
-    if config.rollout.questions % assumptions.ranks:
-        problems.append(
-            SetupError(f"rollout.questions {config.rollout.questions} does not divide by {assumptions.ranks} ranks")
-        )
+    _attempt(lambda: check_ranks(config, assumptions.ranks), problems)
     _attempt(lambda: check_model_path(config.model.path), problems)
     model = _attempt(lambda: model_config(config), problems)
     if model is not None:

@@ -37,6 +37,17 @@ def check_output(output: Path) -> None:
         raise SetupError(f"output: {output} holds other files and no run; give an empty or new folder")
 
 
+def check_ranks(config: TrainConfig, ranks: int) -> None:
+    """SetupError when that many ranks cannot share the run."""
+    if config.rollout.questions % ranks:
+        raise SetupError(f"rollout.questions {config.rollout.questions} does not divide by {ranks} ranks")
+    if config.parallel == "fsdp" and ranks == 1:
+        raise SetupError(
+            "parallel: fsdp spreads a model over ranks, and there is one; use ddp, or start it with torchrun "
+            "(a dry run: with --ranks)"
+        )
+
+
 def train(config: TrainConfig) -> int:
     """Run (or continue) training; returns the exit code. All that can be refused is refused before a model loads."""
     from train.lora import check_targets
@@ -44,6 +55,7 @@ def train(config: TrainConfig) -> int:
     from train.optim import check_optimizer
 
     check_output(config.output)
+    check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_optimizer(config.optimizer)
     load_codec(config.model.path, config.model.revision)
     if config.model.lora is not None:

@@ -59,6 +59,10 @@ def _unknown_mix(folder: Path, model: Path) -> list[str]:
     return ["curriculum.mix={extreme: 2}"]
 
 
+def _one_rank(folder: Path, model: Path) -> list[str]:
+    return ["parallel=fsdp"]
+
+
 def _no_audit(folder: Path, model: Path) -> list[str]:
     return [f"data.audit={folder / 'audit.json'}"]
 
@@ -72,6 +76,7 @@ BAD_INPUT = [
     (_small_pool, "the pool has 5 questions, a step draws 18"),
     (_unknown_difficulty, "no question is 'extreme'"),
     (_unknown_mix, "curriculum.mix: no question is 'extreme'"),
+    (_one_rank, "fsdp spreads a model over ranks, and there is one"),
     (_no_audit, r"audit.json cannot be read \(No such file or directory\); write it with python -m eval.audit"),
 ]
 
@@ -95,3 +100,14 @@ def test_bad_input_is_one_line_and_writes_nothing(
         main(["--config", str(tmp_path / "c.yaml"), *overrides])
     assert "\n" not in str(error.value)
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_ranks_that_cannot_share_the_questions_are_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    (tmp_path / "c.yaml").write_text(
+        f"output: {tmp_path / 'run'}\nmodel: {{path: no/model}}\ndata: {{benchmark: toy}}\nrollout: {{questions: 16}}\n"
+    )
+    with pytest.raises(SetupError, match=r"rollout\.questions 16 does not divide by 3 ranks"):
+        main(["--config", str(tmp_path / "c.yaml")])
