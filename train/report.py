@@ -302,11 +302,14 @@ def page(curves: Curves) -> str:
         images.append(f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">')
     path = curves.run / "config.yaml"
     config = html.escape(path.read_text(encoding="utf-8")) if path.is_file() else "no config.yaml in the run's folder"
+    lines = f"Lines are means over the last {curves.window} steps, faint ones single steps."
+    if curves.window == 1:
+        lines = "Lines are single steps."
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>\n'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
         f"<body><h1>{name}</h1>\n<table>{rows}</table>\n"
-        f"<p>Lines are means over the last {curves.window} steps, faint ones single steps.</p>\n"
+        f"<p>{lines}</p>\n"
         f"<main>{''.join(images)}</main>\n"
         f"<details><summary>config</summary><pre>{config}</pre></details></body></html>\n"
     )

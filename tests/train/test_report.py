@@ -41,6 +41,7 @@ def test_a_page_with_everything_inside(finished: Path, tmp_path: Path) -> None:
     for text in ("formula", "drawn", "mean quantile of gold length"):
         assert text in svg
     assert "5 of 5" in out.read_text()
+    assert "Lines are single steps." in out.read_text()
     before = out.read_bytes()
     main([str(finished / "run"), "--out", str(out)])
     assert out.read_bytes() == before
