@@ -6,7 +6,7 @@ The file is whole in itself (it opens from a disk, without a network) and holds 
 turn. `--markdown FILE` writes the tables for a paper beside it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from eval.content import Content, comparison_content, run_content
@@ -17,7 +17,7 @@ from eval.training import LAST_STEPS, training_content
 from eval.training_lines import default_report, is_training
 from shared.cli import ArgumentParser, run_main
 from shared.errors import SetupError
-from shared.files import check_output, write_atomic
+from shared.files import check_output, write_output
 from shared.text import escape_markdown
 
 
@@ -39,15 +39,6 @@ def render_markdown(content: Content) -> str:
     title, *rest = map(escape_markdown, (content.title, content.subtitle, content.sentence))
     paragraphs = [f"## {title}", *rest]
     return "\n".join([*(f"{text}\n" for text in paragraphs), *map(to_markdown, content.tables)])
-
-
-def write_report(path: Path, pieces: Iterable[str]) -> None:
-    """Write beside and rename, so that no half of a report is ever opened. SetupError where that cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, pieces)
-    except OSError as error:
-        raise SetupError(f"{path} cannot be written ({error.strerror}): give another --out") from error
 
 
 def main() -> int:
@@ -84,10 +75,10 @@ def main() -> int:
     out: Path = arguments.out or (
         default_report(arguments.runs[0]) if is_training(arguments.runs[0]) else arguments.runs[-1] / default
     )
-    write_report(out, render_page(content))
+    write_output(out, render_page(content), "--out")
     print(f"{out}: {len(content.episodes)} episodes, {out.stat().st_size / 1e6:.1f} MB")
     if arguments.markdown is not None:
-        write_report(arguments.markdown, [render_markdown(content)])
+        write_output(arguments.markdown, render_markdown(content), "--markdown")
         print(arguments.markdown)
     return 0
 

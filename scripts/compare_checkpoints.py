@@ -24,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shared.cli import ArgumentParser, run_main
-from shared.files import check_output, write_atomic
+from shared.files import check_output, write_output
 from train.export.compare import Comparison, Status, TensorPair, compare_folders, relative
 from train.export.names import Kind
 from train.export.sources import checkpoint_folder, model_folder
@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(console, found, args.top)
     equal = found.same_weights() and (args.weights_only or found.same_files())
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(args.json, json_bytes(as_json(a, b, found)))
+        write_output(args.json, json_bytes(as_json(a, b, found)), "--json")
     console.print("equal" if equal else "different")
     return 0 if equal else 1
 

@@ -53,6 +53,15 @@ def check_output(path: Path, option: str) -> None:
         raise SetupError(f"{option} {path}: {above} may not be written to; give another place")
 
 
+def write_output(path: Path, content: str | bytes | Iterable[str], option: str) -> None:
+    """`write_atomic` for a file that `option` named, folders above it made. SetupError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
+    except OSError as error:
+        raise SetupError(f"{option} {path} cannot be written ({error.strerror}): give another place") from error
+
+
 def is_leftover(path: Path, of: str) -> bool:
     """Whether `path` is what a killed `replacing` left of a file named `of`."""
     return path.name.startswith(f".{of}.") and path.name.endswith(_ENDING)

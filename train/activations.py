@@ -36,12 +36,14 @@ def layer_memory(config: Any, kind: str, dtype: torch.dtype, autocast: bool) -> 
 
 @lru_cache(maxsize=32)
 def _measured(config: str, kind: str, dtype: torch.dtype, autocast: bool) -> LayerMemory:
+    settings: dict[str, Any] = json.loads(config)
+
     def growth(lengths: tuple[int, int], backward: bool) -> int:
-        short, long = (_bytes(json.loads(config), kind, n, dtype, autocast, backward) for n in lengths)
+        short, long = (_bytes(settings, kind, n, dtype, autocast, backward) for n in lengths)
         return (long - short) // (lengths[1] - lengths[0])
 
     # What a layer returns is the next one's input, and counted there.
-    output = int(json.loads(config)["hidden_size"]) * dtype.itemsize
+    output = int(settings["hidden_size"]) * dtype.itemsize
     return LayerMemory(growth(_SHORT, False) - output, growth(_LONG, True))
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from transformers.utils.logging import disable_progress_bar
 
 from shared.config import dump_config
-from shared.engines.hf_load import missing_kernels, refuse_kernels
+from shared.engines.hf_load import hide_kernels, missing_kernels
 from shared.episode import EpisodeRecord, Mode
 from shared.errors import SetupError
 from shared.sql.sandbox import Sandbox
@@ -133,7 +133,7 @@ def _run(
     if start >= config.steps and not _validation_due(config, held_out, start):
         log.say(f"{config.output} has finished its {config.steps} steps; raise steps= to go on")
         return 0
-    refuse_kernels(accelerator.device.type)
+    hide_kernels(accelerator.device.type)
     policy = load_policy(config.model, str(resumed.folder) if resumed else None)
     if slow := missing_kernels(policy.model.config, accelerator.device.type):
         log.say(slow)

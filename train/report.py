@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shared.cli import ArgumentParser, run_main
 from shared.config import load_yaml
 from shared.errors import SetupError
-from shared.files import check_output
+from shared.files import check_output, write_output
 from train.curriculum import CurriculumSettings, progress
 from train.log import METRICS, format_seconds
 from train.selection import best_line, read_validation
@@ -330,11 +330,7 @@ def main(argv: list[str] | None = None) -> int:
         content = page(curves).encode()
     else:
         content = picture(figure_of(panels(curves), curves), out.suffix[1:])
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_bytes(content)
-    except OSError as error:
-        raise SetupError(f"--out {out} cannot be written: {error}") from error
+    write_output(out, content, "--out")
     print(out)
     if any((arguments.run / "episodes").glob("*.jsonl")):
         print(f"the sampled episodes, turn by turn: python -m eval.report {shlex.quote(str(arguments.run))}")

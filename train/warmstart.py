@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from shared.cli import ArgumentParser, run_main
 from shared.config import StrictModel, load_config
 from shared.data.toy import toy_questions, write_toy
-from shared.engines.hf_load import refuse_kernels
+from shared.engines.hf_load import hide_kernels
 from shared.errors import SetupError
 from shared.sql.sandbox import Sandbox
 from train.config import ModelConfig, NonNegativeInt, OptimizerConfig, PositiveInt
@@ -149,7 +149,7 @@ def warm_start(config: WarmStartConfig) -> Path:
         f"{len(traces)} traces of {length:.0f} tokens over {config.databases} databases in {seconds}", file=sys.stderr
     )
     torch.manual_seed(config.seed)
-    refuse_kernels("cpu")
+    hide_kernels("cpu")
     model = load_model(config.model)
     fit(model, traces, config)
     try:

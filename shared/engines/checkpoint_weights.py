@@ -15,9 +15,10 @@ from torch import Tensor
 from shared.engines.hf import HFEngine
 from shared.engines.vllm import VLLMEngine
 from shared.engines.vllm_weights import kernel_tensors
-from shared.engines.weight_files import tensor_names
+from shared.engines.weight_files import tensor_shapes
 from shared.engines.weight_names import (
     Piece,
+    Shape,
     checkpoint_names,
     differing,
     is_conditional,
@@ -51,6 +52,7 @@ class LanguageTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path) -> None:
         """Reads the headers only. SetupError when there are none, or a file is damaged."""
         self.folder = folder
+        self.shapes: dict[str, Shape] = {}
         self._places: dict[str, tuple[Path, str]] = {}
         paths = sorted(folder.glob("*.safetensors"))
         if (folder / "adapter_config.json").is_file():
@@ -58,22 +60,17 @@ class LanguageTensors(Mapping[str, Tensor]):
         if not paths:
             raise SetupError(f"{folder} has no weights (*.safetensors): give the folder of a checkpoint or an export")
         for path in paths:
-            for name in tensor_names(path):
+            for name, shape in tensor_shapes(path).items():
                 if not name.startswith(_NOT_LANGUAGE):
                     text = "model." + name.removeprefix(_LANGUAGE) if name.startswith(_LANGUAGE) else name
                     self._places[text] = path, name
+                    self.shapes[text] = shape
 
     def __getitem__(self, name: str) -> Tensor:
         path, written = self._places[name]
         with safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(written)
         return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, from its file's header."""
-        path, written = self._places[name]
-        with safe_open(path, "pt") as file:
-            return tuple(file.get_slice(written).get_shape())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -93,7 +90,7 @@ def sync_vllm(engine: VLLMEngine, checkpoint: Path) -> None:
         refuse_not_finite(name, tensor)
     shapes = engine.inspect(lambda loaded: {name: tuple(t.shape) for name, t in kernel_tensors(loaded)})
     names = checkpoint_names(tensors, is_conditional(shapes))
-    pieces = plan_pieces(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    pieces = plan_pieces(shapes, tensors.shapes)
     engine.load_weights((names[name], tensor) for name, tensor in tensors.items())
     expected: Iterator[tuple[Piece, Tensor]] = ((piece, tensors[piece.live]) for piece in pieces)
     if wrong := engine.inspect(lambda loaded: list(differing(dict(kernel_tensors(loaded)), expected))):
@@ -142,7 +139,7 @@ def refuse_other_shapes(checkpoint: Path, base: Path) -> None:
             f"{len(unmatched)} such tensors): give the base it was trained from"
         )
     for name in sorted(ours.keys() & theirs.keys()):
-        if (shape := ours.shape(name)) != (other := theirs.shape(name)):
+        if (shape := ours.shapes[name]) != (other := theirs.shapes[name]):
             raise SetupError(
                 f"{name} has shape {shape} in {checkpoint} and {other} in {base}: give the base it was trained from"
             )

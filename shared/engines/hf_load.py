@@ -27,7 +27,7 @@ def load_engine(folder: Path, *, weights: str, dtype: Dtype = "auto", device: st
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    refuse_kernels(device)
+    hide_kernels(device)
     model = load_causal_lm(folder, dtype=dtype)
     try:
         return HFEngine(model.to(device), weights=lambda: weights)
@@ -35,7 +35,7 @@ def load_engine(folder: Path, *, weights: str, dtype: Dtype = "auto", device: st
         raise SetupError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
 
 
-def refuse_kernels(device: str) -> None:
+def hide_kernels(device: str) -> None:
     """For a model on the CPU, hide flash-linear-attention from transformers, which would call its GPU kernels there.
 
     transformers chooses when a model's module is first imported, by whether the package can be: call this before.

@@ -10,7 +10,8 @@ import pytest
 
 from eval.measures import Record
 from eval.page import render_page
-from eval.report import load_content, write_report
+from eval.report import load_content
+from shared.files import write_atomic
 from tests.eval.agents import HOSTILE, evaluate_mixed
 from tests.eval.hostile import DB_ID, write_hostile
 from tests.eval.runs import arguments
@@ -72,7 +73,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "training": load_content([write_training_run(folder, folder / "training")]),
     }
     for name, content in contents.items():
-        write_report(folder / f"{name}.html", render_page(content))
+        write_atomic(folder / f"{name}.html", render_page(content))
     return {name: (folder / f"{name}.html").as_uri() for name in contents}
 
 
